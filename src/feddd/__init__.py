@@ -1,0 +1,79 @@
+"""FedDD: federated learning over slow, unequal links, with differential parameter dropout."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Looked up on first use, so that `import feddd` and `feddd --help` do not wait for torch.
+_HOMES = {
+    "Aggregator": "feddd.core.aggregation",
+    "Allocation": "feddd.core.allocation",
+    "FedAvg": "feddd.strategies.fedavg",
+    "FedCS": "feddd.strategies.fedcs",
+    "FedDD": "feddd.strategies.feddd",
+    "InputError": "feddd.errors",
+    "Oort": "feddd.strategies.oort",
+    "PayloadError": "feddd.core.payload",
+    "Results": "feddd.experiments.results",
+    "Units": "feddd.core.units",
+    "allocate": "feddd.core.allocation",
+    "decode": "feddd.core.payload",
+    "encode": "feddd.core.payload",
+    "load_experiment": "feddd.experiments.config",
+    "load_results": "feddd.experiments.results",
+    "payload_size": "feddd.core.payload",
+    "run": "feddd.experiments.running",
+    "select": "feddd.core.selection",
+    "units": "feddd.core.units",
+}
+
+if TYPE_CHECKING:
+    from feddd.core.aggregation import Aggregator
+    from feddd.core.allocation import Allocation, allocate
+    from feddd.core.payload import PayloadError, decode, encode, payload_size
+    from feddd.core.selection import select
+    from feddd.core.units import Units, units
+    from feddd.errors import InputError
+    from feddd.experiments.config import load_experiment
+    from feddd.experiments.results import Results, load_results
+    from feddd.experiments.running import run
+    from feddd.strategies.fedavg import FedAvg
+    from feddd.strategies.fedcs import FedCS
+    from feddd.strategies.feddd import FedDD
+    from feddd.strategies.oort import Oort
+
+__all__ = [
+    "Aggregator",
+    "Allocation",
+    "FedAvg",
+    "FedCS",
+    "FedDD",
+    "InputError",
+    "Oort",
+    "PayloadError",
+    "Results",
+    "Units",
+    "__version__",
+    "allocate",
+    "decode",
+    "encode",
+    "load_experiment",
+    "load_results",
+    "payload_size",
+    "run",
+    "select",
+    "units",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'feddd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,113 @@
+"""The server's average: every element over the clients that sent it, weighted, streaming and mergeable (Eq. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from feddd.core.submodel import prefix
+from feddd.core.units import Params, Units, units_for
+
+
+class Aggregator:
+    """Numerator and denominator of the masked mean; memory does not depend on how many clients are added.
+
+    A numerator is kept per element in float64. Weights need one number per unit and width of model: inside a
+    client's sub-model every element of a unit was sent, or none.
+    """
+
+    def __init__(self, previous: Params, *, units: Units | None = None) -> None:
+        self._previous = previous
+        self._units = units_for(previous, units)
+        self._sum = torch.zeros(self._units.elements, dtype=torch.float64)
+        self._views = _views(self._sum, self._units)
+        self._tables: dict[bytes, Units] = {}
+        self._weights: dict[bytes, dict[str, Tensor]] = {}
+        self._total = 0.0
+
+    @property
+    def units(self) -> Units:
+        """The layer table of the global model."""
+        return self._units
+
+    @property
+    def total_weight(self) -> float:
+        """The weights added so far."""
+        return self._total
+
+    def add(self, values: Params, mask: Mapping[str, Tensor], weight: float) -> None:
+        """Count one client: its values where the mask is true, with its weight (its number of samples).
+
+        A narrower client's tensors are the prefix of the global ones on every axis.
+        """
+        if not 0.0 < weight < float("inf"):
+            raise ValueError(f"a client's weight must be positive and finite, not {weight}")
+        table = self._units.fit(values)
+        table.check_mask(mask)
+        weights = self._weights_of(table)
+        for layer, own in zip(self._units.layers, table.layers, strict=True):
+            kept = mask[own.name]
+            if not kept.any():
+                continue
+            weights[own.name].add_(kept, alpha=weight)
+            for slot, own_slot in zip(layer.slots, own.slots, strict=True):
+                rows = own_slot.rows(values[slot.name].detach())
+                target = prefix(slot.rows(self._views[slot.name]), rows.shape)
+                if bool(kept.all()):
+                    target.add_(rows, alpha=weight)
+                else:
+                    index = own_slot.index(kept)
+                    target[index] += rows[index].double() * weight
+        for slot in self._units.fixed:
+            self._views[slot.name].add_(values[slot.name].detach(), alpha=weight)
+        self._total += weight
+
+    def merge(self, other: Aggregator) -> None:
+        """Count everything that `other` has counted."""
+        if other._units.digest != self._units.digest:
+            raise ValueError("only aggregators of the same model can be merged")
+        self._sum += other._sum
+        for digest, table in other._tables.items():
+            weights = self._weights_of(table)
+            for name, added in other._weights[digest].items():
+                weights[name] += added
+        self._total += other._total
+
+    def result(self) -> dict[str, Tensor]:
+        """The new global values; what nobody sent, and every integer tensor, keeps its previous value."""
+        new = {name: tensor.detach().clone() for name, tensor in self._previous.items()}
+        for layer in self._units.layers:
+            for slot in layer.slots:
+                rows = slot.rows(new[slot.name])
+                weights = torch.zeros(rows.shape, dtype=torch.float64)
+                for digest, table in self._tables.items():
+                    self._spread(weights, layer.name, slot.name, table, self._weights[digest])
+                mean = slot.rows(self._views[slot.name]) / weights
+                rows.copy_(torch.where(weights > 0, mean, rows.double()))
+        for slot in self._units.fixed:
+            if self._total > 0:
+                new[slot.name].copy_(self._views[slot.name] / self._total)
+        return new | {alias: new[name] for alias, name in self._units.aliases if alias in new}
+
+    @staticmethod
+    def _spread(weights: Tensor, layer: str, slot: str, table: Units, per_unit: Mapping[str, Tensor]) -> None:
+        """Add a width's per-unit weights to every element that its clients have."""
+        own = next(s for x in table.layers if x.name == layer for s in x.slots if s.name == slot)
+        shape = own.rows(torch.empty(own.shape, device="meta")).shape
+        spread = own.index(per_unit[layer])
+        prefix(weights, shape).add_(spread.reshape(*spread.shape, *[1] * (len(shape) - own.lead)))
+
+    def _weights_of(self, table: Units) -> dict[str, Tensor]:
+        if table.digest not in self._tables:
+            self._tables[table.digest] = table
+            zeros = {x.name: torch.zeros(x.units, dtype=torch.float64) for x in table.layers}
+            self._weights[table.digest] = zeros
+        return self._weights[table.digest]
+
+
+def _views(flat: Tensor, table: Units) -> dict[str, Tensor]:
+    """The parts of one vector, shaped as the tensors of the table."""
+    parts = flat.split([slot.elements for slot in table.slots])
+    return {slot.name: part.view(slot.shape) for slot, part in zip(table.slots, parts, strict=True)}

@@ -1,0 +1,125 @@
+"""The wire format, the same both ways: a header, a bit per unit, then the kept units' values.
+
+    bytes 0–3    magic b"FdDD"
+    byte  4      version, 1
+    byte  5      value encoding, 0 = float32 (others are free for later)
+    bytes 6–7    zero
+    bytes 8–15   digest of the layer table
+    then         one bit per unit, layer by layer, least significant bit first, zero-padded to four bytes
+    then         float32 values, little-endian, contiguous per tensor, in the order of the layer table
+
+Decoding is driven by the receiver's own layer table; nothing a sender writes decides how much is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from feddd.core.units import Mask, Params, Units, units_for
+
+MAGIC = b"FdDD"
+VERSION = 1
+FLOAT32 = 0
+_HEADER = struct.Struct("<4sBBH8s")
+VALUE_BYTES = 4
+
+
+class PayloadError(ValueError):
+    """The bytes are not a payload for this model."""
+
+
+def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = None) -> bytes:
+    """The kept units of `params` as bytes; integer tensors are not sent."""
+    table = units_for(params, units)
+    table.check_mask(mask)
+    values = table.take(params, mask)
+    header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
+    return b"".join((header, pack_mask(mask, table), values.numpy().astype("<f4", copy=False).tobytes()))
+
+
+def decode(
+    data: bytes | memoryview, like: Params, *, units: Units | None = None, finite: bool = False
+) -> tuple[dict[str, Tensor], Mask]:
+    """What `encode` was given: dense values, zero where the mask is false, and the mask.
+
+    like: the receiver's own parameters (names, shapes, dtypes)    finite: also refuse values that are not finite
+    """
+    table = units_for(like, units)
+    mask, values = decode_values(data, table)
+    if finite and not torch.isfinite(values).all():
+        raise PayloadError("the payload holds a value that is not finite")
+    dense = table.zeros_like(like)
+    table.put(dense, mask, values)
+    return dense, mask
+
+
+def decode_values(data: bytes | memoryview, table: Units) -> tuple[Mask, Tensor]:
+    """The mask and the vector of kept values, checked against the layer table before anything large is made."""
+    mask_bytes = _mask_bytes(table)
+    if len(data) < _HEADER.size + mask_bytes:
+        raise PayloadError(f"{len(data)} bytes are too few for a header and {table.total_units} mask bits")
+    magic, version, encoding, reserved, digest = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise PayloadError("this is not a payload: its magic number is wrong")
+    if version != VERSION or encoding != FLOAT32 or reserved:
+        raise PayloadError(f"payload version {version}, value encoding {encoding} is not known here")
+    if digest != table.digest:
+        raise PayloadError("the payload belongs to a model with another layer table")
+    mask = unpack_mask(bytes(data[_HEADER.size : _HEADER.size + mask_bytes]), table)
+    expected = _size(table, mask)
+    if len(data) != expected:
+        raise PayloadError(f"the payload has {len(data)} bytes, its mask announces {expected}")
+    kept = np.frombuffer(data, dtype="<f4", offset=_HEADER.size + mask_bytes)
+    return mask, torch.from_numpy(kept.astype(np.float32))
+
+
+def payload_size(mask: Mapping[str, Tensor], like: Params, *, units: Units | None = None) -> int:
+    """``len(encode(like, mask))`` without encoding."""
+    table = units_for(like, units)
+    table.check_mask(mask)
+    return _size(table, mask)
+
+
+def fixed_bytes(table: Units) -> int:
+    """What every payload of this model carries besides droppable values: header, mask and the tensors always sent."""
+    return _HEADER.size + _mask_bytes(table) + VALUE_BYTES * len(table.fixed)
+
+
+def droppable_bytes(table: Units) -> int:
+    """The values that a mask can leave out: U_n in bytes."""
+    return VALUE_BYTES * table.droppable_elements
+
+
+def coverage_size(table: Units) -> int:
+    """Bytes of a message that tells a client CR(k): the same header, then one float32 per unit of its model."""
+    return _HEADER.size + VALUE_BYTES * table.total_units
+
+
+def pack_mask(mask: Mapping[str, Tensor], table: Units) -> bytes:
+    """A bit per unit, layer by layer, zero-padded to a multiple of four bytes."""
+    flat = np.concatenate([mask[layer.name].numpy() for layer in table.layers] or [np.empty(0, np.bool_)])
+    return np.packbits(flat, bitorder="little").tobytes().ljust(_mask_bytes(table), b"\0")
+
+
+def unpack_mask(data: bytes, table: Units) -> Mask:
+    """The inverse of `pack_mask`; a padding bit that is set is refused."""
+    if len(data) != _mask_bytes(table):
+        raise PayloadError(f"a mask of {table.total_units} units has {_mask_bytes(table)} bytes, not {len(data)}")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    if bits[table.total_units :].any():
+        raise PayloadError("a padding bit of the mask is set")
+    flat = torch.from_numpy(bits[: table.total_units].astype(np.bool_))
+    return dict(zip((x.name for x in table.layers), flat.split([x.units for x in table.layers]), strict=True))
+
+
+def _mask_bytes(table: Units) -> int:
+    return -(-table.total_units // 32) * 4
+
+
+def _size(table: Units, mask: Mapping[str, Tensor]) -> int:
+    return _HEADER.size + _mask_bytes(table) + VALUE_BYTES * table.kept_elements(mask)

@@ -1,0 +1,327 @@
+"""Which slices of which tensors form a unit, worked out once for any ``nn.Module``.
+
+A unit is one output channel or neuron: the slice of a layer's tensors along their output axis, weight row and bias
+together. Everything else in the package is layer-blind: it sees a table of layers and slots and never asks what
+kind of module a tensor came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+Params = Mapping[str, Tensor]
+Mask = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a state_dict and where its units lie.
+
+    Plain tensors have their units along `axis`. Gates of recurrent cells and the stacked projections of attention
+    repeat them: with `blocks` = b the axis holds b stacked copies, unit k at k, N + k, …. A transposed convolution
+    with `groups` has its output channels spread over the groups of its first axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int = 0
+    blocks: int = 1
+    groups: int = 1
+    buffer: bool = False
+
+    @property
+    def units(self) -> int:
+        """How many units the tensor holds."""
+        return self.shape[self.axis] * self.groups // self.blocks
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the tensor holds."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def lead(self) -> int:
+        """How many leading axes of `rows` count units (two for grouped transposed convolutions, else one)."""
+        return 2 if self.groups > 1 else 1
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensor seen with its unit axes in front: always a view, so that writing to it writes to the tensor."""
+        if self.groups > 1:
+            grouped = tensor.view(self.groups, self.shape[0] // self.groups, *self.shape[1:])
+            return grouped.movedim(2, 1)
+        if self.blocks > 1:
+            before, after = self.shape[: self.axis], self.shape[self.axis + 1 :]
+            return tensor.view(*before, self.blocks, self.units, *after).movedim(self.axis + 1, 0)
+        return tensor.movedim(self.axis, 0) if self.axis else tensor
+
+    def index(self, mask: Tensor) -> Tensor:
+        """The layer's mask [units] in the shape of this tensor's leading unit axes."""
+        return mask.reshape(self.groups, -1) if self.groups > 1 else mask
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The tensors of one module that share their output axis: `units` of them."""
+
+    name: str
+    units: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the layer holds."""
+        return sum(slot.elements for slot in self.slots)
+
+    @property
+    def unit_elements(self) -> int:
+        """How many numbers belong to one unit."""
+        return self.elements // self.units
+
+
+@dataclass(frozen=True)
+class Units:
+    """The layer table of a model.
+
+    `fixed` are tensors with no unit axis (scalars), always sent; `aliases` name tensors that another name holds
+    already (tied weights). Integer tensors appear nowhere: they are never sent nor averaged.
+    """
+
+    layers: tuple[Layer, ...]
+    fixed: tuple[Slot, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Eight bytes that two ends share exactly when their layer tables agree."""
+        table = [
+            [layer.name, layer.units, [[s.name, s.shape, s.axis, s.blocks, s.groups] for s in layer.slots]]
+            for layer in self.layers
+        ]
+        text = json.dumps([table, [slot.name for slot in self.fixed]], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()[:8]
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every tensor of the table once, in wire order: layer by layer, then the fixed ones."""
+        return (*(slot for layer in self.layers for slot in layer.slots), *self.fixed)
+
+    @cached_property
+    def total_units(self) -> int:
+        """K: units in all layers."""
+        return sum(layer.units for layer in self.layers)
+
+    @cached_property
+    def droppable_elements(self) -> int:
+        """Numbers that a mask can leave out."""
+        return sum(layer.elements for layer in self.layers)
+
+    @cached_property
+    def elements(self) -> int:
+        """Numbers in the whole model, tied ones once."""
+        return self.droppable_elements + len(self.fixed)
+
+    def full_mask(self) -> Mask:
+        """Every unit kept."""
+        return {layer.name: torch.ones(layer.units, dtype=torch.bool) for layer in self.layers}
+
+    def check_mask(self, mask: Mapping[str, Tensor]) -> None:
+        """Refuse a mask that is not one boolean per unit of every layer."""
+        if set(mask) != {layer.name for layer in self.layers}:
+            raise ValueError(f"the mask names layers {sorted(mask)}, the model has {[x.name for x in self.layers]}")
+        for layer in self.layers:
+            given = mask[layer.name]
+            if given.dtype != torch.bool or given.shape != (layer.units,):
+                raise ValueError(
+                    f"the mask of layer {layer.name!r} must be {layer.units} booleans, "
+                    f"not {given.dtype} of shape {tuple(given.shape)}"
+                )
+
+    def kept_elements(self, mask: Mapping[str, Tensor]) -> int:
+        """Numbers that a payload with this mask carries, the fixed ones included."""
+        kept = sum(layer.unit_elements * int(mask[layer.name].sum()) for layer in self.layers)
+        return kept + len(self.fixed)
+
+    def take(self, params: Params, mask: Mapping[str, Tensor]) -> Tensor:
+        """The kept units' values as one float32 vector, contiguous per tensor, in wire order."""
+        parts = []
+        for layer in self.layers:
+            kept = mask[layer.name]
+            everything = bool(kept.all())
+            for slot in layer.slots:
+                rows = slot.rows(params[slot.name].detach())
+                parts.append((rows if everything else rows[slot.index(kept)]).reshape(-1).float())
+        parts.extend(params[slot.name].detach().reshape(-1).float() for slot in self.fixed)
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def put(self, params: Params, mask: Mapping[str, Tensor], values: Tensor) -> None:
+        """Write the values that `take` returned back into their places in `params`; the rest is left as it is."""
+        start = 0
+        for layer in self.layers:
+            kept = mask[layer.name]
+            count = int(kept.sum())
+            for slot in layer.slots:
+                rows = slot.rows(params[slot.name])
+                index = slot.index(kept)
+                size = slot.elements // layer.units * count
+                part = values[start : start + size].to(rows.dtype)
+                if count == layer.units:
+                    rows.copy_(part.reshape(rows.shape))
+                else:
+                    rows[index] = part.reshape(count, *rows.shape[slot.lead :])
+                start += size
+        for slot in self.fixed:
+            params[slot.name].copy_(values[start])
+            start += 1
+
+    def zeros_like(self, params: Params) -> dict[str, Tensor]:
+        """Dense zeros for every tensor of the table; tied names share one tensor."""
+        zeros = {slot.name: torch.zeros(slot.shape, dtype=params[slot.name].dtype) for slot in self.slots}
+        return zeros | {alias: zeros[name] for alias, name in self.aliases}
+
+    def fit(self, params: Params) -> Units:
+        """This table for a model whose tensors are narrower or wider; itself where the shapes agree."""
+        missing = [slot.name for slot in self.slots if slot.name not in params]
+        if missing:
+            raise ValueError(f"the parameters lack {missing[0]!r}, which the model's layer table has")
+        if all(tuple(params[slot.name].shape) == slot.shape for slot in self.slots):
+            return self
+
+        def resized(slot: Slot) -> Slot:
+            shape = tuple(params[slot.name].shape)
+            if len(shape) != len(slot.shape):
+                raise ValueError(f"tensor {slot.name!r} has {len(shape)} axes, the layer table says {len(slot.shape)}")
+            return dataclasses.replace(slot, shape=shape)
+
+        layers = []
+        for layer in self.layers:
+            slots = tuple(resized(slot) for slot in layer.slots)
+            if len({slot.units for slot in slots}) > 1:
+                raise ValueError(f"the tensors of layer {layer.name!r} disagree on how many units there are")
+            layers.append(Layer(layer.name, slots[0].units, slots))
+        return dataclasses.replace(self, layers=tuple(layers))
+
+
+def units(model: nn.Module | Params) -> Units:
+    """The layer table of a module; for a bare state_dict, tensors grouped by name prefix, units along axis 0."""
+    return _units_of_module(model) if isinstance(model, nn.Module) else _units_of_tensors(model)
+
+
+def units_for(params: Params, given: Units | None) -> Units:
+    """The table a caller gave, fitted to these tensors, or the one their names suggest."""
+    return _units_of_tensors(params) if given is None else given.fit(params)
+
+
+def _units_of_tensors(tensors: Params) -> Units:
+    groups: dict[str, list[Slot]] = {}
+    fixed = []
+    for name, tensor in tensors.items():
+        if not _carried(name, tensor):
+            continue
+        if tensor.dim() == 0:
+            fixed.append(Slot(name, ()))
+        else:
+            groups.setdefault(_prefix(name), []).append(Slot(name, tuple(tensor.shape)))
+    layers = [layer for prefix, slots in groups.items() for layer in _layers(prefix, slots)]
+    return Units(tuple(layers), tuple(fixed))
+
+
+def _units_of_module(model: nn.Module) -> Units:
+    layers: list[Layer] = []
+    fixed: list[Slot] = []
+    aliases: list[tuple[str, str]] = []
+    owner: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        slots = []
+        for local, tensor, buffer in _own_tensors(module):
+            name = f"{prefix}.{local}" if prefix else local
+            if not _carried(name, tensor):
+                continue
+            if id(tensor) in owner:
+                aliases.append((name, owner[id(tensor)]))
+                continue
+            owner[id(tensor)] = name
+            if tensor.dim() == 0:
+                fixed.append(Slot(name, ()))
+            else:
+                slots.append(_slot(module, local, Slot(name, tuple(tensor.shape), buffer=buffer)))
+        made = _layers(prefix, slots, suffix=_recurrent_suffix if isinstance(module, nn.RNNBase) else None)
+        if isinstance(module, _NORMALISATION) and len(made) == 1 and layers and layers[-1].units == made[0].units:
+            before = layers.pop()
+            made = [dataclasses.replace(before, slots=before.slots + made[0].slots)]
+        layers.extend(made)
+    return Units(tuple(layers), tuple(fixed), tuple(aliases))
+
+
+_NORMALISATION = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
+    """(name, tensor, is buffer) of what the module itself puts into a state_dict."""
+    parameters = [(name, p, False) for name, p in module._parameters.items() if p is not None]
+    hidden = module._non_persistent_buffers_set
+    buffers = [(name, b, True) for name, b in module._buffers.items() if b is not None and name not in hidden]
+    return parameters + buffers
+
+
+def _carried(name: str, tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"{name!r} has no shape yet: run the lazy module once before asking for its units")
+    if tensor.is_complex():
+        raise ValueError(f"{name!r} is complex; only real parameters can be sent")
+    return tensor.is_floating_point() and tensor.numel() > 0
+
+
+def _slot(module: nn.Module, local: str, plain: Slot) -> Slot:
+    """Where the output axis of this module's tensor lies; axis 0 unless the module keeps it elsewhere."""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) and local == "weight":
+        return dataclasses.replace(plain, axis=1, groups=module.groups)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and local == "weight":
+        return dataclasses.replace(plain, axis=1)
+    if isinstance(module, nn.MultiheadAttention):
+        if local.startswith("in_proj"):
+            return dataclasses.replace(plain, blocks=3)
+        return dataclasses.replace(plain, axis=2) if local in ("bias_k", "bias_v") else plain
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and not local.startswith("weight_hr"):
+        return dataclasses.replace(plain, blocks=plain.shape[0] // module.hidden_size)
+    return plain
+
+
+def _recurrent_suffix(name: str) -> str:
+    """`weight_ih_l0_reverse` → `l0_reverse`: each depth and direction is a layer; a projection is one of its own."""
+    local = name.rpartition(".")[2]
+    kind, suffix = local.split("_l", 1)
+    return f"l{suffix}" if kind != "weight_hr" else local
+
+
+def _layers(prefix: str, slots: list[Slot], suffix: Callable[[str], str] | None = None) -> list[Layer]:
+    """Group a module's tensors by what tells its layers apart: unit count, or depth and direction if recurrent."""
+    groups: dict[tuple[str, int], list[Slot]] = {}
+    for slot in slots:
+        key = suffix(slot.name) if suffix else ""
+        groups.setdefault((key, slot.units), []).append(slot)
+    layers: list[Layer] = []
+    for (key, count), members in groups.items():
+        if key:
+            name = f"{prefix}.{key}" if prefix else key
+        else:
+            name = members[0].name if layers else prefix
+        layers.append(Layer(name, count, tuple(members)))
+    return layers
+
+
+def _prefix(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,1 @@
+"""Questions and answers: configs, result tables, figures and the report."""

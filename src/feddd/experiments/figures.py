@@ -1,0 +1,311 @@
+"""The pictures of a run as files: accuracy curves, time to accuracy, dropout, stragglers, partition, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from feddd.experiments.report_page import (
+    COLOURS,
+    Line,
+    Timeline,
+    byte_unit,
+    class_accuracies,
+    curve,
+    dropout_matrix,
+    human_seconds,
+    lines,
+    partition_matrix,
+    reach,
+    targets,
+    thin,
+    time_unit,
+    timelines,
+)
+from feddd.experiments.results import Results
+
+Abscissa = Literal["rounds", "time", "bytes"]
+
+# Lines, markers and hatches differ as well as colours, so that a print in black and white can be read.
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (8, 2, 2, 2, 2, 2)))
+_MARKERS = "osD^vPX"
+_HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
+_MOST_CLIENTS = 30
+
+
+def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -> Figure:
+    """Test accuracy over rounds, simulated time or bytes both ways; a band from lowest to highest of several runs."""
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axes = _axes(figure)
+    drawn = [(line, found) for line in lines(results) if (found := curve(line)).rounds]
+    seconds, time_name = time_unit(max((found.seconds[-1] for _, found in drawn), default=0))
+    amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in drawn), default=0))
+    for line, found in drawn:
+        x = {
+            "rounds": np.array(found.rounds, dtype=float),
+            "time": np.array(found.seconds) / seconds,
+            "bytes": np.array(found.bytes) / amount,
+        }[abscissa]
+        axes.plot(x, found.mean, color=line.colour, label=_plain(line.label), **_stroke(line, len(x)))
+        if len(line.runs) > 1:
+            axes.fill_between(x, found.low, found.high, color=line.colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel(
+        {
+            "rounds": "round",
+            "time": f"simulated time ({time_name})",
+            "bytes": f"uploaded and downloaded ({byte_name})",
+        }[abscissa]
+    )
+    axes.set_ylabel("test accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.grid(alpha=0.25)
+    _legend_or_note(axes, bool(drawn), "nothing tested yet")
+    return figure
+
+
+def time_to_accuracy_figure(results: Sequence[Results]) -> Figure:
+    """Bars: time to each target as a ratio to FedAvg's, or in hours, … where there is no FedAvg."""
+    shown, goals = lines(results), targets(results)
+    reached = [[reach(line, target) for target in goals] for line in shown]
+    relative = any(line.reference for line in shown)
+    longest = max((max(one.seconds) for row in reached for one in row if one.seconds), default=0)
+    scale, unit = time_unit(longest)
+    figure = Figure(figsize=(max(7.2, 0.3 * len(shown) * len(goals)), 4.2), layout="constrained")
+    axes = _axes(figure)
+    width = 0.8 / max(1, len(shown))
+    for place, (line, row) in enumerate(zip(shown, reached, strict=True)):
+        x = np.arange(len(goals)) + (place - (len(shown) - 1) / 2) * width
+        values = [one.time_ratios if relative else [value / scale for value in one.seconds] for one in row]
+        heights = [fmean(value) if value else 0.0 for value in values]
+        hatch = _HATCHES[line.index % len(_HATCHES)]
+        axes.bar(x, heights, width * 0.92, color=line.colour, hatch=hatch, edgecolor="white", label=_plain(line.label))
+        for at, one, value in zip(x, row, values, strict=True):
+            if not value:
+                never = "never" if line.finished else "not yet"
+                text = f"{human_seconds(fmean(one.seconds))}, FedAvg {never}" if one.seconds else never
+                _upright(axes, at, text, line.colour)
+    if relative:
+        axes.axhline(1, color="0.4", linewidth=0.8)
+    axes.set_xticks(range(len(goals)), [f"{100 * target:g} %" for target in goals])
+    axes.set_xlabel("target accuracy")
+    axes.set_ylabel("time to target, FedAvg = 1" if relative else f"time to target ({unit})")
+    _legend_or_note(axes, bool(shown), "nothing run yet")
+    return figure
+
+
+def dropout_figure(results: Sequence[Results]) -> Figure:
+    """Dropout rate per client and round: one panel per strategy that drops (its first run)."""
+    found = [(line, dropout_matrix(line.runs[0], line.strategy)) for line in lines(results)]
+    panels = [(line, matrix) for line, matrix in found if matrix is not None]
+    figure, grid = _panels(len(panels), 4.2, 3.6)
+    top = max((float(np.nanmax(matrix.values)) for _, matrix in panels), default=1.0)
+    for axes, (line, matrix) in zip(grid, panels, strict=False):
+        image = axes.imshow(
+            matrix.values,
+            aspect="auto",
+            origin="lower",
+            interpolation="nearest",
+            cmap="cividis",
+            vmin=0,
+            vmax=top,
+            extent=(matrix.columns[0] - 0.5, matrix.columns[-1] + 0.5, -0.5, len(matrix.rows) - 0.5),
+        )
+        axes.set(title=_title(line), xlabel="round", ylabel="client")
+        _whole_numbers(axes)
+        figure.colorbar(image, ax=axes, label="dropout rate", format=PercentFormatter(1.0, decimals=0))
+    if not panels:
+        _note(grid[0], "no strategy dropped parameters")
+    return figure
+
+
+def straggler_figure(results: Sequence[Results], round_number: int | None = None) -> Figure:
+    """One round (the last, if not told) client by client: download, compute, upload; the slowest is marked."""
+    panels = []
+    for line in lines(results):
+        # Every round is read, because the one asked for must not fall through the thinning.
+        known = timelines(line.runs[0], line.strategy, most_rounds=10**9)
+        number = round_number if round_number is not None else max(known, default=0)
+        if number in known:
+            panels.append((line, number, known[number]))
+    scale, unit = time_unit(max((one.total for _, _, clients in panels for one in clients), default=0))
+    most = max((min(len(clients), _MOST_CLIENTS) for _, _, clients in panels), default=0)
+    figure, grid = _panels(len(panels), 4.0, 1.6 + 0.13 * most)
+    for axes, (line, number, clients) in zip(grid, panels, strict=False):
+        _draw_round(axes, clients, scale)
+        rest = f", {_MOST_CLIENTS} of {len(clients)} clients" if len(clients) > _MOST_CLIENTS else ""
+        axes.set(title=f"{_title(line)}: round {number}{rest}", xlabel=f"simulated time ({unit})", ylabel="client")
+    if panels:
+        right = max(axes.get_xlim()[1] for axes in grid[: len(panels)])
+        for axes in grid[: len(panels)]:
+            axes.set_xlim(0, right)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    else:
+        _note(grid[0], "no clients recorded yet")
+    return figure
+
+
+def _draw_round(axes: Axes, clients: Sequence[Timeline], scale: float) -> None:
+    shown = thin(clients, _MOST_CLIENTS)
+    y, left = np.arange(len(shown)), np.zeros(len(shown))
+    for phase, colour, hatch in (
+        ("download", COLOURS[5], ""),
+        ("compute", "0.45", "..."),
+        ("upload", COLOURS[3], "//"),
+    ):
+        widths = np.array([getattr(one, phase) for one in shown]) / scale
+        axes.barh(y, widths, 0.8, left, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=phase)
+        left += widths
+    axes.set_yticks(
+        y, [str(one.client) if one.status == "ok" else f"{one.client} ({one.status[:12]})" for one in shown]
+    )
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+    slowest = shown[0]
+    if slowest.status == "ok":
+        end = slowest.total / scale
+        axes.axvline(end, color=COLOURS[1], linestyle="--", linewidth=1)
+        axes.get_yticklabels()[0].set(color=COLOURS[1], fontweight="bold")
+        text = f"client {slowest.client}: {human_seconds(slowest.total)} "
+        axes.text(end, len(shown) - 0.6, text, color=COLOURS[1], ha="right", va="bottom", fontweight="bold", fontsize=9)
+
+
+def partition_figure(results: Sequence[Results]) -> Figure:
+    """Samples of each label at each client: one panel per experiment (its first run)."""
+    firsts = {line.runs[0].path: line.runs[0] for line in lines(results)}
+    found = [(run, partition_matrix(run)) for run in firsts.values()]
+    panels = [(run, matrix) for run, matrix in found if matrix is not None]
+    figure, grid = _panels(len(panels), 7.6, 3.4)
+    for axes, (run, matrix) in zip(grid, panels, strict=False):
+        empty_is_blank = np.where(matrix.values > 0, matrix.values, np.nan)
+        image = axes.imshow(
+            empty_is_blank, aspect="auto", origin="lower", interpolation="nearest", cmap="cividis", vmin=0
+        )
+        title = f"{_plain(str(run.config['name']))}, seed {run.config['seed']}"
+        axes.set(title=title, xlabel="client", ylabel="label")
+        axes.set_yticks(range(len(matrix.rows)), [str(label) for label in matrix.rows])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.colorbar(image, ax=axes, label="samples")
+    if not panels:
+        _note(grid[0], "the partition is not recorded")
+    return figure
+
+
+def classes_figure(results: Sequence[Results]) -> Figure:
+    """Accuracy per class after the last round known; whiskers from lowest to highest of several runs."""
+    found = [(line, class_accuracies(line)) for line in lines(results)]
+    panels = [(line, accuracies) for line, accuracies in found if accuracies]
+    labels = sorted({label for _, accuracies in panels for label in accuracies})
+    figure = Figure(figsize=(max(7.2, 0.2 * len(labels) * len(panels)), 4.2), layout="constrained")
+    axes = _axes(figure)
+    width = 0.84 / max(1, len(panels))
+    for place, (line, accuracies) in enumerate(panels):
+        x = np.array([labels.index(label) for label in accuracies]) + (place - (len(panels) - 1) / 2) * width
+        mean = np.array([fmean(values) for values in accuracies.values()])
+        low, high = (np.array([pick(values) for values in accuracies.values()]) for pick in (min, max))
+        axes.bar(
+            x,
+            mean,
+            width * 0.92,
+            yerr=[mean - low, high - mean] if len(line.runs) > 1 else None,
+            color=line.colour,
+            hatch=_HATCHES[line.index % len(_HATCHES)],
+            edgecolor="white",
+            label=_plain(line.label),
+        )
+    axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+    axes.set(xlabel="class", ylabel="accuracy, last round", ylim=(0, 1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _legend_or_note(axes, bool(panels), "accuracy per class is not recorded yet")
+    return figure
+
+
+def write_figures(results: Sequence[Results], folder: Path) -> list[Path]:
+    """Write every picture as PNG and SVG; the same tables give the same bytes."""
+    pictures: dict[str, Callable[[], Figure]] = {
+        "accuracy-rounds": lambda: accuracy_figure(results, "rounds"),
+        "accuracy-time": lambda: accuracy_figure(results, "time"),
+        "accuracy-bytes": lambda: accuracy_figure(results, "bytes"),
+        "time-to-accuracy": lambda: time_to_accuracy_figure(results),
+        "dropout": lambda: dropout_figure(results),
+        "straggler": lambda: straggler_figure(results),
+        "partition": lambda: partition_figure(results),
+        "classes": lambda: classes_figure(results),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in pictures.items():
+        with mpl.rc_context({"svg.hashsalt": "feddd", "hatch.linewidth": 0.6, "font.size": 10}):
+            figure = draw()
+            for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
+                path = folder / f"{name}.{suffix}"
+                figure.savefig(path, dpi=150, metadata=metadata)
+                written.append(path)
+    return written
+
+
+def _axes(figure: Figure) -> Axes:
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    columns = min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
+    rows = -(-max(count, 1) // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in grid[max(count, 1) :]:
+        spare.set_axis_off()
+    return figure, grid
+
+
+def _stroke(line: Line, count: int) -> dict[str, Any]:
+    # Markers start at different points, so that lines on top of each other can be told apart.
+    every = max(1, count // 8)
+    return {
+        "linestyle": _DASHES[line.index % len(_DASHES)],
+        "marker": _MARKERS[line.index % len(_MARKERS)],
+        "markevery": (line.index % every, every),
+        "markersize": 5,
+        "linewidth": 1.7,
+    }
+
+
+def _legend_or_note(axes: Axes, drawn: bool, otherwise: str) -> None:
+    if drawn:
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    else:
+        _note(axes, otherwise)
+
+
+def _note(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="0.4")
+    axes.set_axis_off()
+
+
+def _upright(axes: Axes, x: float, text: str, colour: str) -> None:
+    # In axes' height, so that it stands on the base line whatever the bars' scale.
+    axes.text(x, 0.02, text, transform=axes.get_xaxis_transform(), rotation=90, ha="center", va="bottom", color=colour)
+
+
+def _title(line: Line) -> str:
+    return _plain(line.label) + (f", seed {line.runs[0].config['seed']}" if len(line.runs) > 1 else "")
+
+
+def _whole_numbers(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _plain(label: str) -> str:
+    """A label as it is: no formula between dollars, and not hidden from legends by a leading underscore."""
+    escaped = label.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped

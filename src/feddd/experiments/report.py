@@ -1,0 +1,347 @@
+"""One self-contained page about one or several runs: words, tables and interactive pictures; no network needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import tomli_w
+
+from feddd.errors import InputError
+from feddd.experiments.report_page import (
+    Line,
+    Matrix,
+    Reach,
+    byte_unit,
+    class_accuracies,
+    curve,
+    dropout_matrix,
+    experiments,
+    human_bytes,
+    human_seconds,
+    lines,
+    not_counted,
+    partition_matrix,
+    percent,
+    reach,
+    rounds_done,
+    targets,
+    thin,
+    time_unit,
+    timelines,
+)
+from feddd.experiments.results import Results, summarise
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+# Enough to see, and the page stays small next to plotly.js: rounds of the straggler picture, clients in it, heat map cells.
+_MOST_ROUNDS, _MOST_CLIENTS, _MOST_ROWS, _MOST_COLUMNS = 30, 50, 300, 200
+
+
+def write_report(results: Sequence[Results], path: Path) -> Path:
+    """Write the page about these runs; an old page stays whole until the new one is complete."""
+    if not results:
+        raise InputError("a report needs at least one run")
+    page = render(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def render(results: Sequence[Results]) -> str:
+    """The page as text; the same tables give the same text."""
+    from plotly.offline import get_plotlyjs
+
+    shown = lines(results)
+    parts = {
+        "title": escape(", ".join(name for name, _ in experiments(results))),
+        "facts": "".join(f"<li>{escape(fact)}</li>" for fact in facts(results)),
+        "unfinished": _unfinished(results),
+        "words": "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(results)),
+        "summary": _summary_table(shown),
+        "targets": _target_table(shown, targets(results)),
+        "not_counted": _not_counted_table(shown),
+        "details": "".join(_details(run) for run in results),
+        # In a script element only "<" could end the data early.
+        "data": json.dumps(page_data(results), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "plotly": get_plotlyjs(),
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    # One pass: what is filled in is never searched for places to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def facts(results: Sequence[Results]) -> list[str]:
+    """What was run, in a few words each."""
+    found: dict[str, None] = {}
+    for _, runs in experiments(results):
+        config = runs[0].config
+        data, fleet, model = (config.get(key, {}) for key in ("data", "fleet", "model"))
+        seeds = ", ".join(str(run.config["seed"]) for run in runs)
+        words = [
+            " ".join(str(data[key]) for key in ("dataset", "partition") if key in data),
+            str(model.get("name", "")),
+            f"{fleet['clients']} clients" if "clients" in fleet else "",
+            f"{config['rounds']} rounds",
+            f"seed {seeds}" if len(runs) == 1 else f"seeds {seeds}",
+        ]
+        found.update(dict.fromkeys(word for word in words if word))
+    return list(found)
+
+
+def sentences(results: Sequence[Results]) -> list[str]:
+    """The outcome in plain words: for every experiment the comparison with FedAvg, then the final accuracies."""
+    said = []
+    groups = experiments(results)
+    shown = lines(results)
+    for name, runs in groups:
+        mine = [line for line in shown if line.runs[0] is runs[0]]
+        goals = sorted(float(target) for target in runs[0].config["targets"])
+        prefix = f"{name}: " if len(groups) > 1 else ""
+        said.append(prefix + " ".join(part for part in (_comparison(mine, goals), _accuracies(mine)) if part))
+    return said
+
+
+def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
+    """The highest target that FedAvg and another strategy reached in every run, and what it cost the others."""
+    reference = next((line for line in shown if line.strategy == line.reference), None)
+    if reference is None:
+        return "There is no FedAvg in this experiment to compare with."
+    others = [line for line in shown if line is not reference]
+    for goal in reversed(goals):
+        reached = {line.label: reach(line, goal) for line in others}
+        first = sorted(
+            (label for label, one in reached.items() if len(one.time_ratios) == one.runs),
+            key=lambda label: fmean(reached[label].time_ratios),
+        )
+        if first:
+            rest = [line for line in others if line.label not in first]
+            parts = [_cost(label, reached[label], goal, reference.label, label == first[0]) for label in first]
+            parts += [f"{line.label} {_shortfall(line, reached[line.label])}" for line in rest]
+            return "; ".join(parts) + "."
+        if any(one.seconds for one in reached.values()) and not reach(reference, goal).seconds:
+            best = min((label for label in reached if reached[label].seconds), key=lambda at: fmean(reached[at].seconds))
+            time = human_seconds(fmean(reached[best].seconds))
+            return f"{best} reached {100 * goal:g} % in {time}, {reference.label} {_never(reference)}."
+    return f"No target accuracy was reached by both {reference.label} and another strategy." if others and goals else ""
+
+
+def _cost(label: str, one: Reach, goal: float, reference: str, leads: bool) -> str:
+    time, amount = fmean(one.time_ratios), fmean(one.byte_ratios)
+    if leads:
+        return f"{label} reached {100 * goal:g} % in {time:.2f} × {reference}'s time, with {amount:.2f} × the bytes"
+    return f"{label} in {time:.2f} × the time, with {amount:.2f} × the bytes"
+
+
+def _shortfall(line: Line, one: Reach) -> str:
+    return f"reached it in {len(one.seconds)} of {one.runs} runs" if one.seconds else f"{_never(line)} reached it"
+
+
+def _never(line: Line) -> str:
+    return "never" if line.finished else "has not yet"
+
+
+def _accuracies(shown: Sequence[Line]) -> str:
+    last = [(line.label, found.mean[-1]) for line in shown if (found := curve(line)).mean]
+    if not last:
+        return "No model was tested yet."
+    head = "Final test accuracy" if all(line.finished for line in shown) else "Test accuracy so far"
+    return f"{head}: " + ", ".join(f"{label} {percent(accuracy)}" for label, accuracy in last) + "."
+
+
+def _unfinished(results: Sequence[Results]) -> str:
+    items = []
+    for run in results:
+        total = run.config["rounds"]
+        done = {label: rounds_done(run, label) for label in run.labels}
+        short = [f"{label} {number} of {total} rounds" for label, number in done.items() if number < total]
+        if short or not run.summary:
+            what = ", ".join(short) if short else "all rounds are there, the summary is not"
+            items.append(f"<li>{escape(f'{run.path.name} (seed {run.config["seed"]}): {what}')}</li>")
+    if not items:
+        return ""
+    return f'<aside class="unfinished"><strong>Unfinished.</strong> This is what there is so far.<ul>{"".join(items)}</ul></aside>'
+
+
+def _summary_table(shown: Sequence[Line]) -> str:
+    head = ("strategy", "rounds", "final accuracy", "best accuracy", "simulated time", "uploaded", "downloaded")
+    columns = (
+        ("final_accuracy", percent),
+        ("best_accuracy", percent),
+        ("clock_seconds", human_seconds),
+        ("upload_bytes", human_bytes),
+        ("download_bytes", human_bytes),
+    )
+    summaries = {id(run): summarise(run)["strategies"] for line in shown for run in line.runs}
+    rows = []
+    for line in shown:
+        mine = [summaries[id(run)][line.strategy] for run in line.runs]
+        rounds = "–".join(str(number) for number in sorted({one["rounds"] for one in mine}))
+        mark = "" if line.finished else ' <em class="mark">unfinished</em>'
+        rows.append([_key(line) + mark, rounds, *(_spread([one[name] for one in mine], show) for name, show in columns)])
+    return _table(head, rows)
+
+
+def _target_table(shown: Sequence[Line], goals: Sequence[float]) -> str:
+    rows = [[_key(line), *(_reach_cell(line, reach(line, goal)) for goal in goals)] for line in shown]
+    return _table(("strategy", *(f"{100 * goal:g} %" for goal in goals)), rows)
+
+
+def _reach_cell(line: Line, one: Reach) -> str:
+    if not one.seconds:
+        return f'<span class="never">{"never" if line.finished else "not yet"}</span>'
+    notes = [f"{fmean(one.time_ratios):.2f} × FedAvg"] if one.time_ratios else []
+    if len(one.seconds) < one.runs:
+        notes.append(f"{len(one.seconds)} of {one.runs} runs")
+    return _spread(one.seconds, human_seconds) + "".join(f"<small>{note}</small>" for note in notes)
+
+
+def _not_counted_table(shown: Sequence[Line]) -> str:
+    rows = [
+        [_key(line), escape(reason), f"{count:,}"]
+        for line in shown
+        for reason, count in sorted(not_counted(line).items())
+    ]
+    if not rows:
+        return ""
+    return (
+        '<section id="not-counted"><h2>Clients that did not count</h2>'
+        "<p>How often a client was addressed in a round and its work was not used, by reason.</p>"
+        f"{_table(('strategy', 'reason', 'times'), rows)}</section>"
+    )
+
+
+def _spread(values: Iterable[float | None], show: Any) -> str:
+    """The mean of what is known, and from–to where runs differ."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    low, high = show(min(known)), show(max(known))
+    return escape(show(fmean(known))) + (f"<small>{escape(low)} – {escape(high)}</small>" if low != high else "")
+
+
+def _key(line: Line) -> str:
+    return f'<span class="key" style="background:{line.colour}"></span>{escape(line.label)}'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _details(run: Results) -> str:
+    name = escape(f"{run.path.name}, seed {run.config['seed']}")
+    texts = {
+        "Resolved config": tomli_w.dumps(dict(run.config)),
+        "Environment": json.dumps(run.environment, indent=2, sort_keys=True),
+    }
+    return "".join(
+        f"<details><summary>{title} of {name}</summary><pre>{escape(text)}</pre></details>"
+        for title, text in texts.items()
+    )
+
+
+def page_data(results: Sequence[Results]) -> dict[str, Any]:
+    """What the interactive pictures draw."""
+    shown = lines(results)
+    curves = [(line, curve(line)) for line in shown]
+    seconds, time_name = time_unit(max((found.seconds[-1] for _, found in curves if found.seconds), default=0))
+    amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in curves if found.bytes), default=0))
+    return {
+        "axes": {
+            "rounds": "round",
+            "time": f"simulated time ({time_name})",
+            "bytes": f"uploaded and downloaded ({byte_name})",
+        },
+        "targets": targets(results),
+        "curves": [
+            {
+                **_style(line),
+                "several": len(line.runs) > 1,
+                "rounds": found.rounds,
+                "time": _short(value / seconds for value in found.seconds),
+                "bytes": _short(value / amount for value in found.bytes),
+                **{name: _short(getattr(found, name)) for name in ("mean", "low", "high")},
+            }
+            for line, found in curves
+        ],
+        "dropout": [
+            {"label": _run_label(line, run), **_heat(matrix)}
+            for line in shown
+            for run in line.runs
+            if (matrix := dropout_matrix(run, line.strategy)) is not None
+        ],
+        "stragglers": [
+            {"label": _run_label(line, run), **_rounds(line, run, len(results))} for line in shown for run in line.runs
+        ],
+        "partitions": [
+            {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix)}
+            for run in results
+            if (matrix := partition_matrix(run)) is not None
+        ],
+        "classes": [{**_style(line), **_classes(class_accuracies(line))} for line in shown],
+    }
+
+
+def _style(line: Line) -> dict[str, Any]:
+    return {"label": line.label, "colour": line.colour, "index": line.index}
+
+
+def _run_label(line: Line, run: Results) -> str:
+    return line.label if len(line.runs) == 1 else f"{line.label}, seed {run.config['seed']}"
+
+
+def _heat(matrix: Matrix) -> dict[str, Any]:
+    rows, columns = thin(range(len(matrix.rows)), _MOST_ROWS), thin(range(len(matrix.columns)), _MOST_COLUMNS)
+    return {
+        "x": [matrix.columns[at] for at in columns],
+        "y": [matrix.rows[at] for at in rows],
+        "z": [_short(row) for row in matrix.values[rows][:, columns].tolist()],
+        "thinned": len(rows) < len(matrix.rows) or len(columns) < len(matrix.columns),
+    }
+
+
+def _rounds(line: Line, run: Results, runs: int) -> dict[str, Any]:
+    known = timelines(run, line.strategy, max(3, _MOST_ROUNDS // runs))
+    rounds = []
+    for number, clients in known.items():
+        some = thin(clients, _MOST_CLIENTS)
+        rounds.append(
+            {
+                "round": number,
+                "of": len(clients),
+                "clients": [one.client for one in some],
+                "status": [one.status for one in some],
+                **{phase: _short(getattr(one, phase) for one in some) for phase in ("download", "compute", "upload")},
+            }
+        )
+    return {"run": str(run.path), "rounds": rounds}
+
+
+def _classes(accuracies: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    return {
+        "x": list(accuracies),
+        "mean": _short(fmean(values) for values in accuracies.values()),
+        "low": _short(min(values) for values in accuracies.values()),
+        "high": _short(max(values) for values in accuracies.values()),
+    }
+
+
+def _short(values: Iterable[float]) -> list[float | None]:
+    """Numbers as JSON wants them: five digits are more than a screen shows, and NaN is null."""
+    return [None if math.isnan(value) else float(f"{value:.5g}") for value in values]

@@ -1,0 +1,161 @@
+"""The tables of a run: their columns, how they are written and read, and the summary made from them.
+
+Everything here is a function of the experiment, except ``timings``, which says what the run itself cost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from feddd.errors import InputError
+
+_TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
+
+SCHEMAS: Mapping[str, Any] = {
+    "rounds": pa.schema(
+        [
+            ("strategy", _TEXT),
+            ("seed", _INT),
+            ("round", _INT),
+            ("round_seconds", _FLOAT),
+            ("clock_seconds", _FLOAT),
+            ("test_accuracy", _FLOAT),
+            ("test_loss", _FLOAT),
+            ("train_loss", _FLOAT),
+            ("upload_bytes", _INT),
+            ("download_bytes", _INT),
+            ("participants", _INT),
+            ("mean_dropout", _FLOAT),
+            ("mask_error", _FLOAT),
+        ]
+    ),
+    "clients": pa.schema(
+        [
+            ("strategy", _TEXT),
+            ("seed", _INT),
+            ("round", _INT),
+            ("client", _INT),
+            ("status", _TEXT),
+            ("dropout", _FLOAT),
+            ("kept_share", _FLOAT),
+            ("train_loss", _FLOAT),
+            ("samples", _INT),
+            ("upload_bytes", _INT),
+            ("download_bytes", _INT),
+            ("download_seconds", _FLOAT),
+            ("compute_seconds", _FLOAT),
+            ("upload_seconds", _FLOAT),
+        ]
+    ),
+    "classes": pa.schema(
+        [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("label", _INT), ("accuracy", _FLOAT)]
+    ),
+    "timings": pa.schema(
+        [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("phase", _TEXT), ("wall_seconds", _FLOAT)]
+    ),
+    "partition": pa.schema([("client", _INT), ("label", _INT), ("samples", _INT)]),
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run's folder, read: its resolved config, its environment and its tables (pyarrow), by name."""
+
+    path: Path
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    tables: Mapping[str, Any]
+
+    @property
+    def labels(self) -> list[str]:
+        """The strategies' labels, in the order of the config."""
+        return [strategy["label"] for strategy in self.config["strategy"]]
+
+    def rows(self, table: str, **equal: object) -> list[dict[str, Any]]:
+        """The rows of a table whose columns equal the given values, as dicts."""
+        rows = self.tables[table].to_pylist()
+        return [row for row in rows if all(row[column] == value for column, value in equal.items())]
+
+
+def load_results(path: str | os.PathLike[str]) -> Results:
+    """Read the folder that a run left behind (a run still going on shows what there is so far)."""
+    folder = Path(path)
+    if not (folder / "config.toml").is_file():
+        raise InputError(f"{folder} is not a run's folder: it has no config.toml")
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        documents = {name: _read_json(folder / f"{name}.json") for name in ("environment", "summary")}
+        tables = {name: read_table(folder, name) for name in SCHEMAS}
+    except (ValueError, pa.ArrowException) as error:
+        raise InputError(f"{folder} holds a damaged file: {' '.join(str(error).split())}") from error
+    return Results(folder, config, documents["environment"], documents["summary"], tables)
+
+
+def read_table(folder: Path, name: str) -> Any:
+    """One table of a run; empty where the run has not written it yet."""
+    path = folder / f"{name}.parquet"
+    return pq.read_table(path) if path.is_file() else SCHEMAS[name].empty_table()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def time_to_accuracy(rounds: Sequence[Mapping[str, Any]], target: float) -> float | None:
+    """Simulated seconds until the test accuracy first reaches `target`; None if it never does.
+
+    rounds: the rows of one strategy and seed, in order.
+    """
+    for row in rounds:
+        if row["test_accuracy"] is not None and row["test_accuracy"] >= target:
+            return float(row["clock_seconds"])
+    return None
+
+
+def summarise(results: Results) -> dict[str, Any]:
+    """Per strategy: final and best accuracy, clock, bytes, time to each target and its ratio to FedAvg's."""
+    targets = [float(target) for target in results.config["targets"]]
+    rounds = {label: results.rows("rounds", strategy=label) for label in results.labels}
+    times = {label: {target: time_to_accuracy(rows, target) for target in targets} for label, rows in rounds.items()}
+    reference = reference_label(results.config)
+    strategies = {}
+    for label, rows in rounds.items():
+        accuracies = [row["test_accuracy"] for row in rows if row["test_accuracy"] is not None]
+        strategies[label] = {
+            "rounds": len(rows),
+            "final_accuracy": accuracies[-1] if accuracies else None,
+            "best_accuracy": max(accuracies, default=None),
+            "clock_seconds": rows[-1]["clock_seconds"] if rows else None,
+            "upload_bytes": sum(row["upload_bytes"] for row in rows),
+            "download_bytes": sum(row["download_bytes"] for row in rows),
+            "time_to_accuracy": [
+                {
+                    "target": target,
+                    "seconds": times[label][target],
+                    "ratio_to_fedavg": _ratio(times[label][target], times[reference][target] if reference else None),
+                }
+                for target in targets
+            ],
+        }
+    return {"name": results.config["name"], "seed": results.config["seed"], "strategies": strategies}
+
+
+def reference_label(config: Mapping[str, Any]) -> str | None:
+    """The label of the FedAvg that others are compared with: full participation if there is one."""
+    fedavgs = [strategy for strategy in config["strategy"] if strategy["name"] == "fedavg"]
+    fedavgs.sort(key=lambda strategy: -strategy["participation"])
+    return fedavgs[0]["label"] if fedavgs else None
+
+
+def _ratio(seconds: float | None, reference: float | None) -> float | None:
+    return seconds / reference if seconds is not None and reference is not None and reference > 0 else None

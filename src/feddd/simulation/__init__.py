@@ -1,0 +1,1 @@
+"""Fast execution of a strategy on simulated clients."""

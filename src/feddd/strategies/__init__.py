@@ -1,0 +1,1 @@
+"""The methods compared, behind one protocol."""

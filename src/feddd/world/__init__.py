@@ -1,0 +1,1 @@
+"""What exists outside the method: data, models and fleets."""
