@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.submodel import prefix
 from feddd.core.units import Params, Units, units_for
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an aggregator has counted, as arrays that can travel between processes.
+
+    numerator: float64 [elements], in wire order    weights: for every width of model, the weight per layer and unit
+    """
+
+    numerator: NDArray[np.float64]
+    weights: tuple[tuple[Units, Mapping[str, NDArray[np.float64]]], ...]
+    total_weight: float
 
 
 class Aggregator:
@@ -64,16 +79,26 @@ class Aggregator:
             self._views[slot.name].add_(values[slot.name].detach(), alpha=weight)
         self._total += weight
 
-    def merge(self, other: Aggregator) -> None:
+    def sums(self) -> Sums:
+        """What was counted so far; the arrays are those of the aggregator, not copies."""
+        weights = tuple(
+            (table, {name: values.numpy() for name, values in self._weights[digest].items()})
+            for digest, table in self._tables.items()
+        )
+        return Sums(self._sum.numpy(), weights, self._total)
+
+    def merge(self, other: Aggregator | Sums) -> None:
         """Count everything that `other` has counted."""
-        if other._units.digest != self._units.digest:
-            raise ValueError("only aggregators of the same model can be merged")
-        self._sum += other._sum
-        for digest, table in other._tables.items():
+        if isinstance(other, Aggregator):
+            if other._units.digest != self._units.digest:
+                raise ValueError("only aggregators of the same model can be merged")
+            other = other.sums()
+        self._sum += torch.from_numpy(other.numerator)
+        for table, per_layer in other.weights:
             weights = self._weights_of(table)
-            for name, added in other._weights[digest].items():
-                weights[name] += added
-        self._total += other._total
+            for name, added in per_layer.items():
+                weights[name] += torch.from_numpy(added)
+        self._total += other.total_weight
 
     def result(self) -> dict[str, Tensor]:
         """The new global values; what nobody sent, and every integer tensor, keeps its previous value."""

@@ -34,7 +34,9 @@ def select(
 ) -> Mask:
     """The units to upload at dropout rate D: in every layer the n_up best by `selector`, ties by unit index.
 
-    before, after: the client's parameters W and Ŵ    coverage: CR(k) per layer, [units]    rng: for "random"
+    before, after: the client's parameters W and Ŵ    rng: for "random"
+    coverage: CR(k) per layer, [units]; importance is divided by it (Eq. 21), the other rules do not know it
+    always_send: layers that are never dropped
     """
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"dropout must lie between 0 and 1, not {dropout}")
@@ -53,7 +55,7 @@ def select(
         # "random" draws for every layer, so that keeping one whole does not move what the others draw.
         if count < layer.units or selector == "random":
             scores = SELECTORS[selector](layer, before, after, rng)
-            if coverage is not None:
+            if coverage is not None and selector == "importance":
                 scores = scores / coverage[layer.name].double()
             mask[layer.name][_ranking(scores, layer)[count:]] = False
     return mask

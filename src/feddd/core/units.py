@@ -149,8 +149,8 @@ class Units:
         kept = sum(layer.unit_elements * int(mask[layer.name].sum()) for layer in self.layers)
         return kept + len(self.fixed)
 
-    def take(self, params: Params, mask: Mapping[str, Tensor]) -> Tensor:
-        """The kept units' values as one float32 vector, contiguous per tensor, in wire order."""
+    def take(self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True) -> Tensor:
+        """The masked units' values as one float32 vector, contiguous per tensor, in wire order."""
         parts = []
         for layer in self.layers:
             kept = mask[layer.name]
@@ -158,10 +158,11 @@ class Units:
             for slot in layer.slots:
                 rows = slot.rows(params[slot.name].detach())
                 parts.append((rows if everything else rows[slot.index(kept)]).reshape(-1).float())
-        parts.extend(params[slot.name].detach().reshape(-1).float() for slot in self.fixed)
+        if fixed:
+            parts.extend(params[slot.name].detach().reshape(-1).float() for slot in self.fixed)
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def put(self, params: Params, mask: Mapping[str, Tensor], values: Tensor) -> None:
+    def put(self, params: Params, mask: Mapping[str, Tensor], values: Tensor, *, fixed: bool = True) -> None:
         """Write the values that `take` returned back into their places in `params`; the rest is left as it is."""
         start = 0
         for layer in self.layers:
@@ -177,7 +178,7 @@ class Units:
                 else:
                     rows[index] = part.reshape(count, *rows.shape[slot.lead :])
                 start += size
-        for slot in self.fixed:
+        for slot in self.fixed if fixed else ():
             params[slot.name].copy_(values[start])
             start += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -105,7 +105,7 @@ def dropout_figure(results: Sequence[Results]) -> Figure:
     """Dropout rate per client and round: one panel per strategy that drops (its first run)."""
     found = [(line, dropout_matrix(line.runs[0], line.strategy)) for line in lines(results)]
     panels = [(line, matrix) for line, matrix in found if matrix is not None]
-    figure, grid = _panels(len(panels), 4.2, 3.6)
+    figure, grid = _panels(len(panels), 4.2 if len(panels) > 1 else 7.2, 3.6)
     top = max((float(np.nanmax(matrix.values)) for _, matrix in panels), default=1.0)
     for axes, (line, matrix) in zip(grid, panels, strict=False):
         image = axes.imshow(
@@ -113,7 +113,7 @@ def dropout_figure(results: Sequence[Results]) -> Figure:
             aspect="auto",
             origin="lower",
             interpolation="nearest",
-            cmap="cividis",
+            cmap="viridis",
             vmin=0,
             vmax=top,
             extent=(matrix.columns[0] - 0.5, matrix.columns[-1] + 0.5, -0.5, len(matrix.rows) - 0.5),
@@ -135,17 +135,17 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
         number = round_number if round_number is not None else max(known, default=0)
         if number in known:
             panels.append((line, number, known[number]))
-    scale, unit = time_unit(max((one.total for _, _, clients in panels for one in clients), default=0))
+    longest = max((one.total for _, _, clients in panels for one in clients), default=0)
+    scale, unit = time_unit(longest)
     most = max((min(len(clients), _MOST_CLIENTS) for _, _, clients in panels), default=0)
     figure, grid = _panels(len(panels), 4.0, 1.6 + 0.13 * most)
     for axes, (line, number, clients) in zip(grid, panels, strict=False):
+        # The same scale everywhere, so that strategies can be compared.
+        axes.set_xlim(0, 1.05 * longest / scale)
         _draw_round(axes, clients, scale)
         rest = f", {_MOST_CLIENTS} of {len(clients)} clients" if len(clients) > _MOST_CLIENTS else ""
         axes.set(title=f"{_title(line)}: round {number}{rest}", xlabel=f"simulated time ({unit})", ylabel="client")
     if panels:
-        right = max(axes.get_xlim()[1] for axes in grid[: len(panels)])
-        for axes in grid[: len(panels)]:
-            axes.set_xlim(0, right)
         figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     else:
         _note(grid[0], "no clients recorded yet")
@@ -167,14 +167,28 @@ def _draw_round(axes: Axes, clients: Sequence[Timeline], scale: float) -> None:
         y, [str(one.client) if one.status == "ok" else f"{one.client} ({one.status[:12]})" for one in shown]
     )
     axes.tick_params(axis="y", labelsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     slowest = shown[0]
     if slowest.status == "ok":
-        end = slowest.total / scale
-        axes.axvline(end, color=COLOURS[1], linestyle="--", linewidth=1)
-        axes.get_yticklabels()[0].set(color=COLOURS[1], fontweight="bold")
-        text = f"client {slowest.client}: {human_seconds(slowest.total)} "
-        axes.text(end, len(shown) - 0.6, text, color=COLOURS[1], ha="right", va="bottom", fontweight="bold", fontsize=9)
+        _mark_slowest(axes, slowest, scale)
+
+
+def _mark_slowest(axes: Axes, slowest: Timeline, scale: float) -> None:
+    end = slowest.total / scale
+    axes.get_yticklabels()[0].set(color=COLOURS[1], fontweight="bold")
+    axes.axvline(end, color=COLOURS[1], linestyle="--", linewidth=1)
+    axes.annotate(
+        f"client {slowest.client}: {human_seconds(slowest.total)}",
+        (end, 0.06),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(5 if end < axes.get_xlim()[1] / 2 else -5, 0),
+        textcoords="offset points",
+        ha="left" if end < axes.get_xlim()[1] / 2 else "right",
+        color=COLOURS[1],
+        fontweight="bold",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
+    )
 
 
 def partition_figure(results: Sequence[Results]) -> Figure:
@@ -186,7 +200,7 @@ def partition_figure(results: Sequence[Results]) -> Figure:
     for axes, (run, matrix) in zip(grid, panels, strict=False):
         empty_is_blank = np.where(matrix.values > 0, matrix.values, np.nan)
         image = axes.imshow(
-            empty_is_blank, aspect="auto", origin="lower", interpolation="nearest", cmap="cividis", vmin=0
+            empty_is_blank, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis", vmin=0
         )
         title = f"{_plain(str(run.config['name']))}, seed {run.config['seed']}"
         axes.set(title=title, xlabel="client", ylabel="label")
@@ -215,6 +229,7 @@ def classes_figure(results: Sequence[Results]) -> Figure:
             mean,
             width * 0.92,
             yerr=[mean - low, high - mean] if len(line.runs) > 1 else None,
+            error_kw={"elinewidth": 1, "ecolor": "0.2"},
             color=line.colour,
             hatch=_HATCHES[line.index % len(_HATCHES)],
             edgecolor="white",
@@ -227,23 +242,26 @@ def classes_figure(results: Sequence[Results]) -> Figure:
     return figure
 
 
+def draw_figures(results: Sequence[Results]) -> dict[str, Figure]:
+    """Every picture, by the name of its file."""
+    return {
+        "accuracy-rounds": accuracy_figure(results, "rounds"),
+        "accuracy-time": accuracy_figure(results, "time"),
+        "accuracy-bytes": accuracy_figure(results, "bytes"),
+        "time-to-accuracy": time_to_accuracy_figure(results),
+        "dropout": dropout_figure(results),
+        "straggler": straggler_figure(results),
+        "partition": partition_figure(results),
+        "classes": classes_figure(results),
+    }
+
+
 def write_figures(results: Sequence[Results], folder: Path) -> list[Path]:
     """Write every picture as PNG and SVG; the same tables give the same bytes."""
-    pictures: dict[str, Callable[[], Figure]] = {
-        "accuracy-rounds": lambda: accuracy_figure(results, "rounds"),
-        "accuracy-time": lambda: accuracy_figure(results, "time"),
-        "accuracy-bytes": lambda: accuracy_figure(results, "bytes"),
-        "time-to-accuracy": lambda: time_to_accuracy_figure(results),
-        "dropout": lambda: dropout_figure(results),
-        "straggler": lambda: straggler_figure(results),
-        "partition": lambda: partition_figure(results),
-        "classes": lambda: classes_figure(results),
-    }
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, draw in pictures.items():
-        with mpl.rc_context({"svg.hashsalt": "feddd", "hatch.linewidth": 0.6, "font.size": 10}):
-            figure = draw()
+    with mpl.rc_context({"svg.hashsalt": "feddd", "hatch.linewidth": 0.6}):
+        for name, figure in draw_figures(results).items():
             for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
                 path = folder / f"{name}.{suffix}"
                 figure.savefig(path, dpi=150, metadata=metadata)

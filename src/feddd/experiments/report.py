@@ -1,4 +1,5 @@
 """One self-contained page about one or several runs: words, tables and interactive pictures; no network needed."""
+# ruff: noqa: RUF001 - × and – are meant
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ from feddd.experiments.report_page import (
 from feddd.experiments.results import Results, summarise
 
 _TEMPLATE = Path(__file__).with_name("report.html")
-# Enough to see, and the page stays small next to plotly.js: rounds of the straggler picture, clients in it, heat map cells.
-_MOST_ROUNDS, _MOST_CLIENTS, _MOST_ROWS, _MOST_COLUMNS = 30, 50, 300, 200
+# Enough to see, and small next to plotly.js: rounds and clients of the straggler picture; rows, columns of heat maps.
+_MOST_ROUNDS, _MOST_CLIENTS, _MOST_ROWS, _MOST_COLUMNS = 30, 40, 300, 200
 
 
 def write_report(results: Sequence[Results], path: Path) -> Path:
@@ -68,7 +69,7 @@ def render(results: Sequence[Results]) -> str:
         "title": escape(", ".join(name for name, _ in experiments(results))),
         "facts": "".join(f"<li>{escape(fact)}</li>" for fact in facts(results)),
         "unfinished": _unfinished(results),
-        "words": "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(results)),
+        "words": "".join(f"<p>{_together(escape(sentence))}</p>" for sentence in sentences(results)),
         "summary": _summary_table(shown),
         "targets": _target_table(shown, targets(results)),
         "not_counted": _not_counted_table(shown),
@@ -80,6 +81,11 @@ def render(results: Sequence[Results]) -> str:
     template = _TEMPLATE.read_text(encoding="utf-8")
     # One pass: what is filled in is never searched for places to fill.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _together(text: str) -> str:
+    """A number does not lose its sign at the end of a line."""
+    return text.replace(" ×", "&nbsp;×").replace(" %", "&nbsp;%")
 
 
 def facts(results: Sequence[Results]) -> list[str]:
@@ -131,7 +137,9 @@ def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
             parts += [f"{line.label} {_shortfall(line, reached[line.label])}" for line in rest]
             return "; ".join(parts) + "."
         if any(one.seconds for one in reached.values()) and not reach(reference, goal).seconds:
-            best = min((label for label in reached if reached[label].seconds), key=lambda at: fmean(reached[at].seconds))
+            best = min(
+                (label for label in reached if reached[label].seconds), key=lambda at: fmean(reached[at].seconds)
+            )
             time = human_seconds(fmean(reached[best].seconds))
             return f"{best} reached {100 * goal:g} % in {time}, {reference.label} {_never(reference)}."
     return f"No target accuracy was reached by both {reference.label} and another strategy." if others and goals else ""
@@ -168,10 +176,11 @@ def _unfinished(results: Sequence[Results]) -> str:
         short = [f"{label} {number} of {total} rounds" for label, number in done.items() if number < total]
         if short or not run.summary:
             what = ", ".join(short) if short else "all rounds are there, the summary is not"
-            items.append(f"<li>{escape(f'{run.path.name} (seed {run.config["seed"]}): {what}')}</li>")
+            items.append("<li>" + escape(f"{run.path.name} (seed {run.config['seed']}): {what}") + "</li>")
     if not items:
         return ""
-    return f'<aside class="unfinished"><strong>Unfinished.</strong> This is what there is so far.<ul>{"".join(items)}</ul></aside>'
+    head = "<strong>Unfinished.</strong> This is what there is so far."
+    return f'<aside class="unfinished">{head}<ul>{"".join(items)}</ul></aside>'
 
 
 def _summary_table(shown: Sequence[Line]) -> str:
@@ -189,7 +198,9 @@ def _summary_table(shown: Sequence[Line]) -> str:
         mine = [summaries[id(run)][line.strategy] for run in line.runs]
         rounds = "–".join(str(number) for number in sorted({one["rounds"] for one in mine}))
         mark = "" if line.finished else ' <em class="mark">unfinished</em>'
-        rows.append([_key(line) + mark, rounds, *(_spread([one[name] for one in mine], show) for name, show in columns)])
+        rows.append(
+            [_key(line) + mark, rounds, *(_spread([one[name] for one in mine], show) for name, show in columns)]
+        )
     return _table(head, rows)
 
 
@@ -287,7 +298,9 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
             if (matrix := dropout_matrix(run, line.strategy)) is not None
         ],
         "stragglers": [
-            {"label": _run_label(line, run), **_rounds(line, run, len(results))} for line in shown for run in line.runs
+            {"label": _run_label(line, run), "run": results.index(run), "rounds": _rounds(line, run, len(results))}
+            for line in shown
+            for run in line.runs
         ],
         "partitions": [
             {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix)}
@@ -316,7 +329,7 @@ def _heat(matrix: Matrix) -> dict[str, Any]:
     }
 
 
-def _rounds(line: Line, run: Results, runs: int) -> dict[str, Any]:
+def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
     known = timelines(run, line.strategy, max(3, _MOST_ROUNDS // runs))
     rounds = []
     for number, clients in known.items():
@@ -330,7 +343,7 @@ def _rounds(line: Line, run: Results, runs: int) -> dict[str, Any]:
                 **{phase: _short(getattr(one, phase) for one in some) for phase in ("download", "compute", "upload")},
             }
         )
-    return {"run": str(run.path), "rounds": rounds}
+    return rounds
 
 
 def _classes(accuracies: Mapping[int, Sequence[float]]) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""Who executes a round: one shard in this process, or several in worker processes with one thread each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from feddd.simulation.shard import Arrays, BlockResult, Shard, ShardSpec
+from feddd.simulation.training import Evaluation
+from feddd.strategies.protocol import Task
+
+BLOCKS = 16
+"""Clients are summed in at most so many blocks: results come in O(model), not O(clients × model)."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process failed; the message holds what it said."""
+
+
+class Worker(Protocol):
+    """Something that owns a shard: `begin` starts a call, `finish` waits for its answer."""
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Start a method of the shard."""
+        ...
+
+    def finish(self) -> Any:
+        """Its result."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class LocalWorker:
+    """A shard in this process."""
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self._shard = Shard(spec)
+        self._result: Any = None
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Run at once."""
+        self._result = getattr(self._shard, method)(*arguments)
+
+    def finish(self) -> Any:
+        """What `begin` computed."""
+        return self._result
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class ProcessWorker:
+    """A shard in a process of its own, started afresh: no forked locks, no re-import of the caller's script."""
+
+    def __init__(self, spec: ShardSpec) -> None:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._send((sys.path, spec))
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Send the call."""
+        self._send((method, arguments))
+
+    def finish(self) -> Any:
+        """Wait for the answer."""
+        try:
+            problem, result = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._died() from error
+        if problem:
+            raise WorkerError(problem)
+        return result
+
+    def close(self) -> None:
+        """The worker ends when its connection does."""
+        self._connection.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except ConnectionError as error:
+            raise self._died() from error
+
+    def _died(self) -> WorkerError:
+        return WorkerError(f"a worker process ended unexpectedly (exit code {self._process.wait()})")
+
+
+class Engine:
+    """Spreads blocks of clients over workers and brings their answers back in block order."""
+
+    def __init__(self, specs: Sequence[ShardSpec], *, in_process: bool) -> None:
+        self._owner = {
+            client: worker for worker, spec in enumerate(specs) for block in spec.blocks.values() for client in block
+        }
+        self._workers: list[Worker] = []
+        try:
+            for spec in specs:
+                self._workers.append(LocalWorker(spec) if in_process else ProcessWorker(spec))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.close()
+
+    def reset(self) -> None:
+        """Forget all kept state."""
+        self._call("reset", [()] * len(self._workers))
+
+    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> list[BlockResult]:
+        """One round; results in block order."""
+        mine: list[list[Task]] = [[] for _ in self._workers]
+        for task in tasks:
+            mine[self._owner[task.client]].append(task)
+        answers = self._call("train", [(number, batch, model) for batch in mine])
+        return sorted((result for answer in answers for result in answer), key=lambda result: result.block)
+
+    def evaluate(self, model: Arrays) -> Evaluation:
+        """The global model on the whole test set, summed in chunk order."""
+        answers = self._call("evaluate", [(model,)] * len(self._workers))
+        chunks: Mapping[int, Evaluation] = {chunk: part for answer in answers for chunk, part in answer.items()}
+        first, *rest = (chunks[chunk] for chunk in sorted(chunks))
+        for part in rest:
+            first = first + part
+        return first
+
+    def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        for worker, given in zip(self._workers, arguments, strict=True):
+            worker.begin(method, *given)
+        return [worker.finish() for worker in self._workers]
+
+
+def block_ranges(clients: int) -> list[range]:
+    """Fixed blocks of neighbouring clients, as even as can be."""
+    count = min(clients, BLOCKS)
+    edges = np.linspace(0, clients, count + 1).round().astype(int)
+    return [range(int(start), int(end)) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def assign_blocks(costs: Sequence[float], workers: int) -> list[list[int]]:
+    """Blocks for each worker: the dearest block first, to whoever has least so far."""
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    loads = [0.0] * workers
+    for block in sorted(range(len(costs)), key=lambda block: -costs[block]):
+        worker = loads.index(min(loads))
+        shares[worker].append(block)
+        loads[worker] += costs[block]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,233 @@
+"""A shard: some clients with their data and kept state, trained in one thread; the unit of parallelism.
+
+Clients are grouped in fixed blocks. A shard owns whole blocks and returns one partial sum per block, so that the
+coordinator adds the same numbers in the same order whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from feddd.core.aggregation import Aggregator, Sums
+from feddd.core.payload import coverage_size, decode, encode, pack_mask, payload_size, unpack_mask
+from feddd.core.streams import stream
+from feddd.core.submodel import narrow_coverage, slice_model
+from feddd.core.units import Mask, Units, units
+from feddd.simulation.training import Evaluation, Trained, Training, evaluate, train
+from feddd.strategies.client import Kept, complement, receive, report
+from feddd.strategies.protocol import Task, Upload
+from feddd.world import datasets, models
+from feddd.world.partitions import label_counts, label_coverage
+
+Arrays = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """All that a shard needs to build itself, small enough to send.
+
+    blocks: block number → its clients    parts: client → its sample numbers    widths: client → its sub-model
+    test_chunks: chunk number → (start, end) of the test samples it evaluates
+    coverage: CR(k) per layer of the global model, None if all models are equal
+    wire: send every payload through encode and decode instead of only charging its size
+    """
+
+    dataset: str
+    data_dir: Path | None
+    model: str
+    seed: int
+    training: Training
+    blocks: Mapping[int, Sequence[int]]
+    parts: Mapping[int, NDArray[np.int64]]
+    widths: Mapping[int, int]
+    test_chunks: Mapping[int, tuple[int, int]]
+    coverage: Arrays | None = None
+    wire: bool = False
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """One block's round: what its clients reported, and their partial sums.
+
+    sums: of what was sent    dropped: of what was not, for the mask error; None if everything was sent
+    """
+
+    block: int
+    uploads: tuple[Upload, ...]
+    sums: Sums
+    dropped: Sums | None
+
+
+@dataclass(frozen=True)
+class _Width:
+    """One sub-model: its network (trained in place), layer table and coverage."""
+
+    module: nn.Module
+    units: Units
+    coverage: Mapping[str, Tensor] | None
+
+
+@dataclass
+class Shard:
+    """Owns its clients for the length of a run."""
+
+    spec: ShardSpec
+    _kept: dict[int, Kept] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        data = datasets.load(spec.dataset, spec.data_dir, verify=False)
+        self._classes = data.classes
+        self._data = {n: _tensors(data.train_images, data.train_labels, part) for n, part in spec.parts.items()}
+        self._test = {
+            chunk: _tensors(data.test_images, data.test_labels, np.arange(*bounds))
+            for chunk, bounds in spec.test_chunks.items()
+        }
+        shape = data.train_images.shape[1:]
+        coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
+        self._widths = {}
+        for width in sorted({0, *spec.widths.values()}):
+            module = models.build(spec.model, shape, data.classes, width)
+            table = units(module)
+            own = narrow_coverage(coverage, table) if coverage else None
+            self._widths[width] = _Width(module, table, own)
+        self._label_coverage = {
+            n: float(label_coverage(label_counts(labels.numpy(), [np.arange(len(labels))], self._classes))[0])
+            for n, (_, labels) in self._data.items()
+        }
+
+    def reset(self) -> None:
+        """Forget what clients kept: another strategy starts."""
+        self._kept.clear()
+
+    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> list[BlockResult]:
+        """Run one round for the tasks of this shard's clients."""
+        with single_thread():
+            global_model = _from_arrays(model)
+            by_client = {task.client: task for task in tasks}
+            results = []
+            for block, clients in self.spec.blocks.items():
+                mine = [by_client[client] for client in clients if client in by_client]
+                results.append(self._train_block(block, number, mine, global_model))
+            return results
+
+    def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
+        """The global model on this shard's test chunks."""
+        with single_thread():
+            params, network = _from_arrays(model), self._widths[0].module
+            return {chunk: evaluate(network, params, *data, self._classes) for chunk, data in self._test.items()}
+
+    def _train_block(
+        self, block: int, number: int, tasks: Sequence[Task], global_model: Mapping[str, Tensor]
+    ) -> BlockResult:
+        table = self._widths[0].units
+        sent = Aggregator(global_model, units=table)
+        dropped = Aggregator(global_model, units=table)
+        uploads = [self._train_client(number, task, global_model, sent, dropped) for task in tasks]
+        nothing_dropped = all(task.dropout == 0.0 for task in tasks)
+        return BlockResult(block, tuple(uploads), sent.sums(), None if nothing_dropped else dropped.sums())
+
+    def _train_client(
+        self,
+        number: int,
+        task: Task,
+        global_model: Mapping[str, Tensor],
+        sent: Aggregator,
+        dropped: Aggregator,
+    ) -> Upload:
+        """The client half of a round; what it sends and what it does not goes straight into the sums."""
+        client = task.client
+        width = self._widths[self.spec.widths[client]]
+        before, download_bytes = self._download(task, global_model, width)
+        images, labels = self._data[client]
+        rng = stream(self.spec.seed, "batches", number, client)
+        trained = train(width.module, before, images, labels, self.spec.training, rng)
+        if not trained.finite:
+            self._kept.pop(client, None)
+            return Upload(client, status="diverged", samples=len(labels), download_bytes=download_bytes)
+        mask, kept = report(
+            before,
+            trained.after,
+            task,
+            width.units,
+            rng=stream(self.spec.seed, "selection", number, client),
+            coverage=width.coverage,
+        )
+        self._kept[client] = kept
+        values, upload_bytes = self._transfer(trained.after, mask, width.units)
+        sent.add(values, mask, float(len(labels)))
+        if task.dropout > 0.0:
+            dropped.add(trained.after, complement(mask), float(len(labels)))
+        return self._upload(client, trained, mask, width.units, upload_bytes, download_bytes)
+
+    def _download(
+        self, task: Task, global_model: Mapping[str, Tensor], width: _Width
+    ) -> tuple[dict[str, Tensor], int]:
+        """What the client holds after the download, and what the download costs."""
+        own = slice_model(global_model, self._widths[0].units, width.units)
+        own |= {name: tensor for name, tensor in global_model.items() if name not in own}  # integers: the server's
+        full = task.download is None
+        mask = width.units.full_mask() if task.download is None else unpack_mask(task.download, width.units)
+        received, size = self._transfer(own, mask, width.units)
+        extra = coverage_size(width.units) if task.coverage else 0
+        kept = None if full else self._kept[task.client]
+        return receive({**own, **received}, kept, width.units), size + extra
+
+    def _transfer(
+        self, params: Mapping[str, Tensor], mask: Mask, table: Units
+    ) -> tuple[Mapping[str, Tensor], int]:
+        """What arrives at the other end, and its bytes: really encoded, or only measured."""
+        if not self.spec.wire:
+            return params, payload_size(mask, params, units=table)
+        data = encode(params, mask, units=table)
+        values, _ = decode(data, params, units=table, finite=True)
+        return values, len(data)
+
+    def _upload(
+        self, client: int, trained: Trained, mask: Mask, table: Units, upload_bytes: int, download_bytes: int
+    ) -> Upload:
+        return Upload(
+            client=client,
+            mask=pack_mask(mask, table),
+            kept_share=table.kept_elements(mask) / table.elements,
+            train_loss=trained.mean_loss,
+            oort_statistic=trained.oort_statistic,
+            samples=len(self._data[client][1]),
+            label_coverage=self._label_coverage[client],
+            upload_bytes=upload_bytes,
+            download_bytes=download_bytes,
+        )
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One thread for torch, as every shard has it: more would change the order of sums, and lose on small models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def to_arrays(params: Mapping[str, Tensor]) -> dict[str, NDArray[np.generic]]:
+    """Tensors as arrays, which travel between processes by value."""
+    return {name: tensor.detach().numpy() for name, tensor in params.items()}
+
+
+def _from_arrays(arrays: Arrays) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def _tensors(images: NDArray[np.uint8], labels: NDArray[np.int64], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Pixels in [0, 1] as float32, and labels."""
+    pixels = torch.from_numpy(np.asarray(images[index])).float().div_(255.0)
+    return pixels, torch.from_numpy(np.asarray(labels[index], dtype=np.int64))

@@ -1,0 +1,215 @@
+"""The round loop and the virtual clock: plan → download, train, upload → absorb → one record."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from feddd.core import latency
+from feddd.core.aggregation import Aggregator
+from feddd.core.convergence import mask_error
+from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
+from feddd.core.streams import stream
+from feddd.core.submodel import coverage
+from feddd.core.units import Units, units
+from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.shard import BlockResult, ShardSpec, to_arrays
+from feddd.simulation.training import Evaluation, Training
+from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
+from feddd.world import models
+from feddd.world.datasets import Dataset
+from feddd.world.fleets import Devices
+
+TEST_CHUNK = 1000
+
+
+class EverybodyDiverged(RuntimeError):
+    """No client of a round trained to finite numbers."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What all strategies of an experiment share: data split, devices, initial weights, batch order.
+
+    parts: each client's sample numbers    model: a name or import path    data_dir: where workers find the data set
+    """
+
+    dataset: Dataset
+    data_dir: Path | None
+    parts: Sequence[NDArray[np.int64]]
+    devices: Devices
+    model: str
+    training: Training
+    seed: int
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """One client's part in a round, as the tables have it."""
+
+    upload: Upload
+    dropout: float
+    download_seconds: float
+    compute_seconds: float
+    upload_seconds: float
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """Everything known after a round; evaluation is None in rounds without one."""
+
+    round: int
+    round_seconds: float
+    clock_seconds: float
+    clients: tuple[ClientRow, ...]
+    evaluation: Evaluation | None
+    mask_error: float | None
+    state: ServerState
+    wall_seconds: dict[str, float]
+
+
+class Simulation:
+    """A world with its workers; runs one strategy after another on it."""
+
+    def __init__(self, world: World, *, workers: int | None = None, wire: bool = False) -> None:
+        self._world = world
+        data = world.dataset
+        shape = data.train_images.shape[1:]
+        module = models.build_seeded(world.model, shape, data.classes, world.seed)
+        models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
+        self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        self.units = units(module)
+        count = models.widths(world.model)
+        self._tables = [self.units] + [units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)]
+        self._width_of = [client % count for client in range(len(world.parts))]
+        self.fleet = _fleet(world.devices, [self._tables[width] for width in self._width_of], self.units)
+        specs = self._specs(workers or default_workers(), wire)
+        self._engine = Engine(specs, in_process=len(specs) == 1)
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def run(self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1) -> Iterator[RoundRecord]:
+        """Simulate the rounds, yielding one record after each."""
+        self._engine.reset()
+        state = start(self.initial, len(self.fleet))
+        clock_seconds = 0.0
+        for number in range(1, rounds + 1):
+            watch = _Watch()
+            plan = strategy.plan(state, self.fleet, stream(self._world.seed, "strategy", number))
+            watch.lap("plan")
+            blocks = self._engine.train(number, plan.tasks, to_arrays(state.model))
+            watch.lap("train")
+            uploads = sorted((upload for block in blocks for upload in block.uploads), key=lambda u: u.client)
+            if not any(upload.status == "ok" for upload in uploads):
+                raise EverybodyDiverged(
+                    f"in round {number} the training of every client diverged (loss or weights not finite); "
+                    f"a smaller learning rate than {self._world.training.learning_rate:g} may help"
+                )
+            model, error = self._aggregate(state, blocks)
+            state = strategy.absorb(state, self.fleet, plan, uploads, model)
+            watch.lap("absorb")
+            due = number % evaluate_every == 0 or number == rounds
+            evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
+            watch.lap("evaluate")
+            rates = {task.client: task.dropout for task in plan.tasks}
+            rows = tuple(self._row(upload, rates[upload.client]) for upload in uploads)
+            seconds = max(row.download_seconds + row.compute_seconds + row.upload_seconds for row in rows)
+            clock_seconds += seconds
+            yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, watch.seconds)
+
+    def _aggregate(self, state: ServerState, blocks: Sequence[BlockResult]) -> tuple[dict[str, Tensor], float]:
+        """The new global model, and how far the masks moved it from the full average."""
+        sent = Aggregator(state.model, units=self.units)
+        for block in blocks:
+            sent.merge(block.sums)
+        model = sent.result()
+        if all(block.dropped is None for block in blocks):
+            return model, 0.0
+        for block in blocks:
+            if block.dropped is not None:
+                sent.merge(block.dropped)
+        return model, mask_error(model, sent.result(), self.units)
+
+    def _row(self, upload: Upload, dropout: float) -> ClientRow:
+        """Charge the encoded bits to the client's links."""
+        fleet, client = self.fleet, upload.client
+        return ClientRow(
+            upload=upload,
+            dropout=dropout,
+            download_seconds=latency.transfer_seconds(
+                8.0 * upload.download_bytes, float(fleet.downlink_bits_per_s[client])
+            ),
+            compute_seconds=float(fleet.compute_seconds[client]),
+            upload_seconds=latency.transfer_seconds(8.0 * upload.upload_bytes, float(fleet.uplink_bits_per_s[client])),
+        )
+
+    def _specs(self, workers: int, wire: bool) -> list[ShardSpec]:
+        world = self._world
+        tests = len(world.dataset.test_labels)
+        chunks = {start // TEST_CHUNK: (start, min(start + TEST_CHUNK, tests)) for start in range(0, tests, TEST_CHUNK)}
+        blocks = block_ranges(len(world.parts))
+        sizes = [self._tables[width].elements for width in self._width_of]
+        costs = [float(sum(len(world.parts[n]) * sizes[n] for n in block)) for block in blocks]
+        shares = assign_blocks(costs, min(workers, len(blocks)))
+        tables = [self._tables[width] for width in self._width_of]
+        share = coverage(self.units, tables) if len(self._tables) > 1 else None
+        return [
+            ShardSpec(
+                dataset=world.dataset.name,
+                data_dir=world.data_dir,
+                model=world.model,
+                seed=world.seed,
+                training=world.training,
+                blocks={block: list(blocks[block]) for block in mine},
+                parts={n: world.parts[n] for block in mine for n in blocks[block]},
+                widths={n: self._width_of[n] for block in mine for n in blocks[block]},
+                test_chunks={chunk: bounds for chunk, bounds in chunks.items() if chunk % len(shares) == worker},
+                coverage=None if share is None else to_arrays(share),
+                wire=wire,
+            )
+            for worker, mine in enumerate(shares)
+        ]
+
+
+class _Watch:
+    """Wall seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def default_workers() -> int:
+    """One per core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fleet(devices: Devices, tables: Sequence[Units], global_table: Units) -> Fleet:
+    """Devices and model sizes as a strategy sees them."""
+    layers = [{layer.name: 8.0 * VALUE_BYTES * layer.elements for layer in table.layers} for table in tables]
+    return Fleet(
+        uplink_bits_per_s=devices.uplink_bits_per_s,
+        downlink_bits_per_s=devices.downlink_bits_per_s,
+        compute_seconds=devices.compute_seconds,
+        droppable_bits=np.array([8.0 * droppable_bytes(table) for table in tables]),
+        fixed_bits=np.array([8.0 * fixed_bytes(table) for table in tables]),
+        layer_bits={layer.name: np.array([sizes[layer.name] for sizes in layers]) for layer in global_table.layers},
+        model_bits=8.0 * droppable_bytes(global_table),
+    )

@@ -1,0 +1,35 @@
+"""FedAvg: full models both ways, for everybody or for a random share of the clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, digest, full_model_plan
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """participation: the share of clients drawn at random each round."""
+
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.participation <= 1.0:
+            raise ValueError(f"participation must lie above 0 and at most at 1, not {self.participation}")
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """Draw the round's clients without replacement."""
+        count = max(1, math.floor(self.participation * len(fleet) + 0.5))
+        chosen = range(len(fleet)) if count == len(fleet) else rng.choice(len(fleet), count, replace=False).tolist()
+        return full_model_plan(state, chosen)
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)

@@ -1,0 +1,59 @@
+"""FedCS: full models of the clients that are quickest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, digest, fill_budget, full_model_plan
+
+MODES = ("budget", "deadline")
+
+
+@dataclass(frozen=True)
+class FedCS:
+    """mode "budget": by transfer time, quickest first, while their models fit A Σ U_n (the FedDD paper's comparison).
+
+    mode "deadline" (the original): as many clients as finish within `deadline_seconds`. The original's greedy orders
+    clients because they share one channel; here everyone has a link of their own, so whoever is quick enough is in.
+    """
+
+    budget: float = 0.6
+    mode: str = "budget"
+    deadline_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if not 0.0 < self.budget <= 1.0:
+            raise ValueError(f"budget must lie above 0 and at most at 1, not {self.budget}")
+        if self.mode == "deadline" and not (self.deadline_seconds is not None and 0 < self.deadline_seconds < np.inf):
+            raise ValueError(f'mode "deadline" needs a positive deadline_seconds, not {self.deadline_seconds}')
+        if self.mode == "budget" and self.deadline_seconds is not None:
+            raise ValueError('deadline_seconds belongs to mode "deadline"')
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """The quickest clients, the same every round while the fleet stays as it is."""
+        if self.deadline_seconds is not None:
+            chosen = np.flatnonzero(fleet.full_seconds <= self.deadline_seconds).tolist()
+            if not chosen:
+                quickest = float(fleet.full_seconds.min())
+                raise ValueError(
+                    f"no client finishes within deadline_seconds = {self.deadline_seconds:g}; "
+                    f"the quickest needs {quickest:.1f} s"
+                )
+            return full_model_plan(state, chosen)
+        order = np.argsort(fleet.transfer_seconds, kind="stable")
+        chosen = fill_budget(order, fleet.droppable_bits, self.budget * float(fleet.droppable_bits.sum()))
+        if not chosen:
+            raise ValueError(f"budget {self.budget} is less than any client's model")
+        return full_model_plan(state, chosen)
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)

@@ -1,0 +1,101 @@
+"""FedDD: everybody takes part, each at its own dropout rate (Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from feddd.core.allocation import allocate, check_budget
+from feddd.core.selection import SELECTORS
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, Upload, digest, known_or_mean
+
+RATES = ("differential", "uniform")
+
+
+@dataclass(frozen=True)
+class FedDD:
+    """A rate rule × a selection rule × a broadcast schedule.
+
+    budget: A_server    max_dropout: D_max    broadcast_every: h (0: never)    always_send: layers never dropped
+    penalty: δ relative to the fleet's full-model round time; 0 looks at time only
+    rates: "differential" solves the linear programme, "uniform" gives everybody 1 − A
+    """
+
+    budget: float = 0.6
+    max_dropout: float = 0.8
+    penalty: float = 0.1
+    broadcast_every: int = 5
+    selector: str = "importance"
+    always_send: tuple[str, ...] = ()
+    rates: str = "differential"
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, self.max_dropout)
+        if not (np.isfinite(self.penalty) and self.penalty >= 0):
+            raise ValueError(f"penalty must be finite and at least 0, not {self.penalty}")
+        if self.broadcast_every < 0:
+            raise ValueError(f"broadcast_every must be at least 0 (0: never), not {self.broadcast_every}")
+        if self.selector not in SELECTORS:
+            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {self.selector!r}")
+        if self.rates not in RATES:
+            raise ValueError(f"rates must be one of {', '.join(RATES)}, not {self.rates!r}")
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """Round 1 is full both ways; later ones drop by the rates and download what each client sent last."""
+        number = state.round + 1
+        unknown = set(self.always_send) - set(fleet.layer_bits)
+        if unknown:
+            known = ", ".join(fleet.layer_bits)
+            raise ValueError(f"always_send: the model has no layer {sorted(unknown)[0]!r}; its layers are {known}")
+        if set(self.always_send) == set(fleet.layer_bits):
+            raise ValueError("always_send names every layer: nothing is left to drop")
+        rates = self.dropout_rates(state, fleet) if state.round else np.zeros(len(fleet))
+        broadcast = bool(self.broadcast_every) and state.round % self.broadcast_every == 0
+        tells_coverage = number == 2 and fleet.heterogeneous and self.selector == "importance"
+        tasks = tuple(
+            Task(
+                client=client,
+                dropout=float(rates[client]),
+                selector=self.selector,
+                always_send=self.always_send,
+                download=None if broadcast else state.masks[client],
+                coverage=tells_coverage,
+            )
+            for client in range(len(fleet))
+        )
+        return Plan(number, tasks)
+
+    def dropout_rates(self, state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
+        """D_n for the coming round, from what the last ones reported."""
+        if self.rates == "uniform":
+            return np.full(len(fleet), 1.0 - self.budget)
+        always_bits = sum((fleet.layer_bits[name] for name in self.always_send), start=np.zeros(len(fleet)))
+        droppable_bits = fleet.droppable_bits - always_bits
+        constant_seconds = fleet.compute_seconds + (fleet.fixed_bits + always_bits) * fleet.seconds_per_bit
+        full_seconds = float((constant_seconds + droppable_bits * fleet.seconds_per_bit).max())
+        return allocate(
+            droppable_bits,
+            fleet.seconds_per_bit,
+            constant_seconds,
+            contribution(state, fleet),
+            budget=self.budget,
+            max_dropout=self.max_dropout,
+            penalty=self.penalty * full_seconds,
+        ).dropout
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model, the losses and the masks."""
+        return digest(state, plan, uploads, model)
+
+
+def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
+    """re_n = (m_n / m) · (Σ_c min(C·dis_n^c, 1)) · (U_n / U) · loss_n (Eq. 13); unknown facts count as the mean."""
+    samples = known_or_mean(state.samples)
+    size = fleet.droppable_bits / fleet.model_bits
+    return samples / samples.sum() * known_or_mean(state.label_coverage) * size * known_or_mean(state.losses)

@@ -1,0 +1,208 @@
+"""What a method is: `plan` decides a round, `absorb` digests it. Frozen facts in between, nothing else.
+
+A strategy never sees a data set, a clock, a message or a process; who carries and who trains is the engine's
+business. So the same object drives the simulator and a deployment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from feddd.core.latency import transfer_seconds
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What the server knows about its clients before a round; arrays are [clients].
+
+    droppable_bits: U_n, the values a mask can leave out    fixed_bits: header, mask and values always sent
+    layer_bits: U_n by layer    model_bits: U, the droppable part of the global model
+    """
+
+    uplink_bits_per_s: Floats
+    downlink_bits_per_s: Floats
+    compute_seconds: Floats
+    droppable_bits: Floats
+    fixed_bits: Floats
+    layer_bits: Mapping[str, Floats]
+    model_bits: float
+
+    def __len__(self) -> int:
+        return len(self.uplink_bits_per_s)
+
+    @property
+    def seconds_per_bit(self) -> Floats:
+        """1/r_up + 1/r_down."""
+        return 1.0 / self.uplink_bits_per_s + 1.0 / self.downlink_bits_per_s
+
+    @property
+    def transfer_seconds(self) -> Floats:
+        """t_down + t_up of the full local model."""
+        bits = self.droppable_bits + self.fixed_bits
+        return transfer_seconds(bits, self.uplink_bits_per_s) + transfer_seconds(bits, self.downlink_bits_per_s)
+
+    @property
+    def full_seconds(self) -> Floats:
+        """t_down + t_cmp + t_up of the full local model."""
+        return self.transfer_seconds + self.compute_seconds
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether local models differ in size."""
+        return bool((self.droppable_bits != self.droppable_bits[0]).any())
+
+
+@dataclass(frozen=True)
+class Task:
+    """One client's part in a round: what it is sent, and what it is to send back.
+
+    download: the packed mask of a sparse download; None for the full model    dropout: D_n for its upload
+    coverage: CR(k) travels with this download
+    """
+
+    client: int
+    dropout: float = 0.0
+    selector: str = "importance"
+    always_send: tuple[str, ...] = ()
+    download: bytes | None = None
+    coverage: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round: who takes part, and how."""
+
+    round: int
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What is known of a client after a round: its report, and what its payload was.
+
+    status: "ok", or why the upload does not count    mask: packed, as on the wire
+    oort_statistic: √(mean of squared sample losses)    label_coverage: Σ_c min(C·dis_n^c, 1)
+    """
+
+    client: int
+    status: str = "ok"
+    mask: bytes = b""
+    kept_share: float = 0.0
+    train_loss: float = float("nan")
+    oort_statistic: float = float("nan")
+    samples: int = 0
+    label_coverage: float = float("nan")
+    upload_bytes: int = 0
+    download_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """All that a server remembers between rounds; arrays are [clients], NaN where nothing is known yet.
+
+    round: rounds digested so far    masks: of each client's last counted upload; None if it holds no state
+    last_round: when it last took part, 0 for never    memory: what one method needs besides
+    """
+
+    round: int
+    model: Mapping[str, Tensor]
+    masks: tuple[bytes | None, ...]
+    losses: Floats
+    oort_statistics: Floats
+    samples: Floats
+    label_coverage: Floats
+    last_round: NDArray[np.int64]
+    memory: object = None
+
+
+class Strategy(Protocol):
+    """A method. Both calls are pure: the same arguments give the same result."""
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """The coming round; rng is the round's own generator."""
+        ...
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """The state after a round; model: the masked average of the uploads that count."""
+        ...
+
+
+def start(model: Mapping[str, Tensor], clients: int) -> ServerState:
+    """The state before round 1."""
+    unknown = np.full(clients, np.nan)
+    return ServerState(
+        round=0,
+        model=model,
+        masks=(None,) * clients,
+        losses=unknown,
+        oort_statistics=unknown,
+        samples=unknown,
+        label_coverage=unknown,
+        last_round=np.zeros(clients, dtype=np.int64),
+    )
+
+
+def digest(
+    state: ServerState, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor], memory: object = None
+) -> ServerState:
+    """What every method does after a round: remember the model, the reports and the masks of those that counted.
+
+    A client whose upload did not count no longer shares a mask with the server: it gets the full model next.
+    """
+    masks = list(state.masks)
+    losses, statistics = state.losses.copy(), state.oort_statistics.copy()
+    samples, label_coverage = state.samples.copy(), state.label_coverage.copy()
+    last_round = state.last_round.copy()
+    for upload in uploads:
+        last_round[upload.client] = plan.round
+        masks[upload.client] = None
+        if upload.status == "ok":
+            masks[upload.client] = upload.mask
+            losses[upload.client] = upload.train_loss
+            statistics[upload.client] = upload.oort_statistic
+            samples[upload.client] = upload.samples
+            label_coverage[upload.client] = upload.label_coverage
+    return dataclasses.replace(
+        state,
+        round=plan.round,
+        model=model,
+        masks=tuple(masks),
+        losses=losses,
+        oort_statistics=statistics,
+        samples=samples,
+        label_coverage=label_coverage,
+        last_round=last_round,
+        memory=memory,
+    )
+
+
+def known_or_mean(values: Floats) -> Floats:
+    """Fill what is not known yet with the mean of what is; with ones if nothing is."""
+    known = ~np.isnan(values)
+    return np.where(known, values, values[known].mean() if known.any() else 1.0)
+
+
+def fill_budget(order: Sequence[int] | NDArray[np.int64], bits: Floats, allowance: float) -> list[int]:
+    """Take clients in this order while their models fit the allowance, skipping one that does not fit."""
+    taken, used = [], 0.0
+    for client in order:
+        if used + bits[client] <= allowance * (1 + 1e-12):
+            taken.append(int(client))
+            used += float(bits[client])
+    return taken
+
+
+def full_model_plan(state: ServerState, clients: Sequence[int]) -> Plan:
+    """A round of full models both ways for the chosen clients."""
+    return Plan(state.round + 1, tuple(Task(client) for client in sorted(clients)))

@@ -1,0 +1,136 @@
+"""Links and devices: drawn from ranges with a seed, or read from a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from feddd.core import latency
+from feddd.core.streams import stream
+from feddd.errors import InputError
+
+Floats = NDArray[np.float64]
+Range = float | tuple[float, float]
+
+REQUIRED = ("client", "uplink_bits_per_s", "downlink_bits_per_s", "compute_seconds")
+OPTIONAL = ("model_bits", "samples", "label_coverage", "loss")
+_POSITIVE = ("uplink_bits_per_s", "downlink_bits_per_s", "model_bits", "samples")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Each client's links and the seconds it computes in a round, [clients]."""
+
+    uplink_bits_per_s: Floats
+    downlink_bits_per_s: Floats
+    compute_seconds: Floats
+
+
+def draw(
+    seed: int,
+    processed_samples: Floats,
+    *,
+    cpu_hz: Range,
+    cycles_per_sample: Range,
+    uplink_bits_per_s: Range | None = None,
+    downlink_bits_per_s: Range | None = None,
+    shannon: Mapping[str, Range] | None = None,
+) -> Devices:
+    """Draw every quantity uniformly per client from its own stream, so that changing one range moves nothing else.
+
+    processed_samples: epochs × samples of each client    shannon: bandwidth_hz, power_w, gain, noise_w instead of rates
+    """
+    clients = len(processed_samples)
+
+    def drawn(name: str, wanted: Range) -> Floats:
+        low, high = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+        return stream(seed, "fleet", name).uniform(low, high, clients)
+
+    if shannon is None:
+        if uplink_bits_per_s is None or downlink_bits_per_s is None:
+            raise ValueError("a fleet needs link rates or the quantities of Shannon's formula")
+        uplink = drawn("uplink_bits_per_s", uplink_bits_per_s)
+        downlink = drawn("downlink_bits_per_s", downlink_bits_per_s)
+    else:
+        gain, noise = drawn("gain", shannon["gain"]), drawn("noise_w", shannon["noise_w"])
+        up, down = (
+            latency.shannon_bits_per_s(
+                drawn(f"{way}_bandwidth_hz", shannon["bandwidth_hz"]),
+                drawn(f"{way}_power_w", shannon["power_w"]),
+                gain,
+                noise,
+            )
+            for way in ("uplink", "downlink")
+        )
+        uplink, downlink = up, down
+    compute = latency.compute_seconds(
+        drawn("cycles_per_sample", cycles_per_sample), processed_samples, drawn("cpu_hz", cpu_hz)
+    )
+    return Devices(uplink, downlink, compute)
+
+
+def read_csv(path: Path) -> dict[str, Floats]:
+    """The numeric columns of a fleet file, checked row by row; `client` must be 0, 1, 2, … or any unique names."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except FileNotFoundError:
+        raise InputError(f"there is no fleet file {path}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"cannot read the fleet file {path}: {error}") from error
+    rows = [row for row in rows if row]
+    if not rows:
+        raise InputError(f"{path} is empty; it needs the columns {', '.join(REQUIRED)}")
+    header = [name.strip() for name in rows[0]]
+    _check_header(path, header)
+    if len(rows) == 1:
+        raise InputError(f"{path} has a header but no clients")
+    columns: dict[str, list[float]] = {name: [] for name in header if name != "client"}
+    seen: set[str] = set()
+    for number, row in enumerate(rows[1:], 2):
+        values = _check_row(f"{path}, row {number}", header, row)
+        client = row[header.index("client")].strip()
+        if client in seen:
+            raise InputError(f"{path}, row {number}: client {client!r} appears twice")
+        seen.add(client)
+        for name, value in values.items():
+            columns[name].append(value)
+    return {name: np.array(values) for name, values in columns.items()}
+
+
+def _check_header(path: Path, header: Sequence[str]) -> None:
+    missing = [name for name in REQUIRED if name not in header]
+    if missing:
+        raise InputError(f"{path} lacks the column {missing[0]!r}; it needs {', '.join(REQUIRED)}")
+    unknown = [name for name in header if name not in (*REQUIRED, *OPTIONAL)]
+    if unknown:
+        raise InputError(f"{path} has an unknown column {unknown[0]!r}; besides the needed ones: {', '.join(OPTIONAL)}")
+    if len(set(header)) < len(header):
+        raise InputError(f"{path} names a column twice")
+
+
+def _check_row(where: str, header: Sequence[str], row: Sequence[str]) -> dict[str, float]:
+    if len(row) != len(header):
+        raise InputError(f"{where}: {len(row)} fields instead of {len(header)}")
+    values = {}
+    for name, text in zip(header, row, strict=True):
+        if name == "client":
+            if not text.strip():
+                raise InputError(f"{where}: the client has no name")
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            raise InputError(f"{where}: {name} is {text.strip()!r}, not a number") from None
+        least_ok = value > 0 if name in _POSITIVE else value >= 0
+        if not math.isfinite(value) or not least_ok:
+            wanted = "positive" if name in _POSITIVE else "at least 0"
+            raise InputError(f"{where}: {name} is {text.strip()}; it must be finite and {wanted}")
+        values[name] = value
+    return values

@@ -1,0 +1,139 @@
+"""The paper's networks by name and width, and any ``nn.Module`` by import path.
+
+Softmax in the paper's tables is the cross-entropy on logits; convolutions of CNN2 and the heterogeneous models have
+padding 1, so that the first linear layer fits a 32 × 32 input.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from feddd.errors import InputError
+
+MODELS = ("mlp", "cnn1", "cnn2", "heterogeneous-a", "heterogeneous-b")
+
+# Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
+HETEROGENEOUS = {
+    "heterogeneous-a": (
+        ((64, 128, 256, 512, 512), (100, 100)),
+        ((64, 128, 256, 256, 512), (100, 100)),
+        ((64, 128, 256, 256, 512), (80, 100)),
+        ((32, 128, 256, 256, 512), (80, 100)),
+        ((32, 128, 128, 256, 512), (80, 100)),
+    ),
+    "heterogeneous-b": (
+        ((64, 128, 256, 512, 512), (100, 100)),
+        ((64, 128, 256, 256, 256), (100, 100)),
+        ((64, 128, 256, 256, 256), (80, 80)),
+        ((32, 96, 256, 256, 256), (80, 80)),
+        ((32, 96, 128, 128, 256), (80, 80)),
+    ),
+}
+
+
+def widths(name: str) -> int:
+    """How many sub-models a name stands for; 0 is the global model."""
+    return len(HETEROGENEOUS.get(name, (None,)))
+
+
+def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0) -> nn.Module:
+    """The network, with weights from torch's generator as it stands.
+
+    input_shape: [channels, height, width]    width: which sub-model
+    """
+    if ":" in name:
+        model = import_object(name)()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+    if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(MODELS)} and package.module:function"
+        raise InputError(f"unknown model {name!r}{hint}")
+    if name == "mlp":
+        return _network(input_shape, (), (100, 64), classes, kernel=0, padding=0)
+    if name == "cnn1":
+        return _network(input_shape, (10, 20), (50,), classes, kernel=5, padding=0)
+    if name == "cnn2":
+        return _network(input_shape, (16, 32, 64), (500, 100), classes, kernel=3, padding=1)
+    channels, hidden = HETEROGENEOUS[name][width]
+    return _network(input_shape, channels, hidden, classes, kernel=3, padding=1)
+
+
+def build_seeded(name: str, input_shape: Sequence[int], classes: int, seed: int) -> nn.Module:
+    """The global model with initial weights that follow from the seed alone."""
+    # Layers initialise themselves from torch's global generator: lend it a seed and put it back.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(name, input_shape, classes)
+
+
+def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:
+    """Refuse a model that does not map a batch of samples to one logit per class."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(sample)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"model {name!r} cannot take inputs of shape {tuple(sample.shape[1:])}: {reason}") from error
+    finally:
+        model.train(training)
+    if not isinstance(logits, Tensor) or logits.shape != (len(sample), classes):
+        shape = tuple(logits.shape[1:]) if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"model {name!r} gives outputs of shape {shape} per sample; the labels need ({classes},)")
+
+
+def import_object(path: str) -> Callable[..., Any]:
+    """What "package.module:function" names; modules of the current folder are found too."""
+    module_name, _, attribute = path.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"cannot import {path!r}: {error}") from error
+    if not callable(found):
+        raise InputError(f"{path!r} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _network(
+    input_shape: Sequence[int],
+    channels: Sequence[int],
+    hidden: Sequence[int],
+    classes: int,
+    *,
+    kernel: int,
+    padding: int,
+) -> nn.Module:
+    """Convolutions, each with ReLU and 2 × 2 pooling, then linear layers with ReLU between."""
+    inputs, height, width = input_shape
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, outputs in enumerate(channels, 1):
+        height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
+        if height < 1 or width < 1:
+            raise InputError(f"images of shape {tuple(input_shape)} are too small for {len(channels)} convolutions")
+        layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, kernel, padding=padding)
+        layers[f"relu_conv{number}"] = nn.ReLU()
+        layers[f"pool{number}"] = nn.MaxPool2d(2)
+        inputs = outputs
+    layers["flatten"] = nn.Flatten()
+    inputs = inputs * height * width
+    for number, outputs in enumerate((*hidden, classes), 1):
+        layers[f"fc{number}"] = nn.Linear(inputs, outputs)
+        if number <= len(hidden):
+            layers[f"relu_fc{number}"] = nn.ReLU()
+        inputs = outputs
+    return nn.Sequential(layers)
