@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,9 +25,9 @@ from feddd.experiments.report import sentences, write_report
 from feddd.experiments.report_page import Line, curve, human_bytes, human_seconds, lines, reach, thin
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 
-FEDDD: Mapping[str, Any] = {"name": "feddd", "label": "feddd", "budget": 0.6, "max_dropout": 0.8}
-FEDAVG: Mapping[str, Any] = {"name": "fedavg", "label": "fedavg", "participation": 1.0}
-FEDCS: Mapping[str, Any] = {"name": "fedcs", "label": "fedcs", "budget": 0.6}
+FEDDD: dict[str, Any] = {"name": "feddd", "label": "feddd", "budget": 0.6, "max_dropout": 0.8}
+FEDAVG: dict[str, Any] = {"name": "fedavg", "label": "fedavg", "participation": 1.0}
+FEDCS: dict[str, Any] = {"name": "fedcs", "label": "fedcs", "budget": 0.6}
 
 # Per strategy: seconds of a round, bytes up and down in a round, and the accuracy it approaches.
 COSTS = {"feddd": (100.0, 600, 900, 0.92), "fedavg": (400.0, 1000, 1000, 0.91), "fedcs": (200.0, 600, 600, 0.84)}
@@ -317,8 +318,10 @@ def test_report_names_no_place_on_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) not in page
 
 
-@pytest.mark.parametrize("failing", ["write_text", "replace"])
-def test_failing_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+@pytest.mark.parametrize("failing", [(os, "fsync"), (Path, "replace")])
+def test_failing_write_leaves_the_old_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[object, str]
+) -> None:
     run, path = make_run(tmp_path / "run"), tmp_path / "out" / "report.html"
     path.parent.mkdir()
     path.write_text("old", encoding="utf-8")
@@ -326,7 +329,7 @@ def test_failing_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path if failing == "write_text" else os, failing, full)
+    monkeypatch.setattr(*failing, full)
     with pytest.raises(OSError, match="no space left"):
         write_report([run], path)
     monkeypatch.undo()
@@ -339,25 +342,30 @@ def test_report_of_no_run_is_refused(tmp_path: Path) -> None:
         write_report([], tmp_path / "report.html")
 
 
-def test_pictures_are_the_same_bytes_twice(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"run{seed}", seed=seed, rounds=3, clients=3) for seed in (0, 1)]
-    first, second = (write_figures(runs, tmp_path / name) for name in ("a", "b"))
-    assert [path.name for path in first] == [
-        f"{name}.{suffix}"
-        for name in (
-            *("accuracy-rounds", "accuracy-time", "accuracy-bytes", "time-to-accuracy"),
-            *("dropout", "straggler", "partition", "classes"),
-        )
-        for suffix in ("png", "svg")
+def test_every_picture_is_written_as_png_and_svg_without_a_date(tmp_path: Path) -> None:
+    paths = write_figures([make_run(tmp_path / "run", rounds=3, clients=3)], tmp_path / "figures")
+    assert sorted(path.stem for path in paths if path.suffix == ".svg") == [
+        *("accuracy-bytes", "accuracy-rounds", "accuracy-time", "classes"),
+        *("dropout", "partition", "straggler", "time-to-accuracy"),
     ]
+    for path in paths:
+        if path.suffix == ".svg":
+            assert "<dc:date>" not in path.read_text(encoding="utf-8")
+            assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_pictures_are_the_same_bytes_twice(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{seed}", seed=seed) for seed in (0, 1)]
+    first, second = (write_figures(runs, tmp_path / name) for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_accuracy_picture_draws_the_tables_values(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", rounds=4)
     drawn = accuracy_figure([run], "rounds").axes[0].lines[0]
-    assert list(drawn.get_xdata()) == [1, 3, 4]
-    assert list(drawn.get_ydata()) == pytest.approx([0.92 * (1 - 0.5**number) for number in (1, 3, 4)])
+    assert np.asarray(drawn.get_xdata()).tolist() == [1, 3, 4]
+    assert np.asarray(drawn.get_ydata()).tolist() == pytest.approx([0.92 * (1 - 0.5**number) for number in (1, 3, 4)])
 
 
 @pytest.mark.parametrize(
@@ -374,3 +382,84 @@ def test_accuracy_picture_draws_the_tables_values(tmp_path: Path) -> None:
 )
 def test_numbers_are_shown_in_units_people_use(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
+)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+
+
+def browse(page: Path, fragment: str = "", script: str = "") -> tuple[str, list[str]]:
+    """The page's DOM after its scripts, and a visitor's script, have run; and what was said on the console."""
+    assert CHROMIUM
+    visited = page.with_name("visited.html")
+    text = page.read_text(encoding="utf-8")
+    visited.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    profile = f"--user-data-dir={page.with_name('profile')}"
+    command = [CHROMIUM, *OPTIONS, profile, "--virtual-time-budget=5000", "--dump-dom", f"{visited.as_uri()}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def drawn_text(dom: str, chart: str) -> list[str]:
+    """The texts of one chart's drawing."""
+    start = dom.index(f'id="{chart}"')
+    end = dom.find("</section>", start)
+    found = re.findall(r"<text\b[^>]*>(.*?)</text>", dom[start:end], flags=re.DOTALL)
+    return [html.unescape(re.sub(r"<[^>]*>", "", text)) for text in found]
+
+
+@pytest.mark.slow
+@in_browser
+def test_page_draws_its_pictures_in_a_browser_without_a_complaint(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    runs = [
+        make_run(tmp_path / str(seed), seed=seed, strategies=[FEDDD | {"label": evil}, FEDAVG], lost=True)
+        for seed in (0, 1)
+    ]
+    dom, complaints = browse(write_report(runs, tmp_path / "report.html"))
+    assert complaints == []
+    curves = dom[dom.index('id="curves"') : dom.index('id="dropout"')]
+    assert len(re.findall(r'class="trace scatter', curves)) == 4  # a line and a band each
+    assert {evil, "fedavg", "round", "test accuracy"} <= set(drawn_text(dom, "curves"))
+    assert evil not in dom
+    assert "client" in drawn_text(dom, "dropout")
+    assert {"▶ 5", "0 (lost)", "simulated time (min)"} <= set(drawn_text(dom, "straggler"))
+    assert "label" in drawn_text(dom, "partition")
+    assert "class" in drawn_text(dom, "classes")
+
+
+@pytest.mark.slow
+@in_browser
+def test_controls_and_address_change_what_is_drawn(tmp_path: Path) -> None:
+    page = write_report([make_run(tmp_path / "run")], tmp_path / "report.html")
+    choose = """
+        const axis = document.querySelector("input[name=x][value=bytes]");
+        axis.click();
+        const strategy = document.getElementById("straggler-of");
+        strategy.selectedIndex = 2;
+        strategy.dispatchEvent(new Event("change"));
+        document.body.dataset.address = location.hash;
+    """
+    dom, complaints = browse(page, "#x=time&round=3", choose)
+    assert complaints == []
+    assert "uploaded and downloaded (kB)" in drawn_text(dom, "curves")
+    assert "Client 5 holds round 3: 3.33 min" in dom
+    assert 'data-address="#x=bytes&amp;round=3&amp;straggler=fedcs"' in dom
+    dom, _ = browse(page, "#x=time")
+    assert "simulated time (min)" in drawn_text(dom, "curves")
+    assert "Client 5 holds round 12: 100 s" in dom
+
+
+@pytest.mark.slow
+@in_browser
+def test_browser_would_tell_of_an_error_and_of_a_request(tmp_path: Path) -> None:
+    page = write_report([make_run(tmp_path / "run", done={})], tmp_path / "report.html")
+    _, quiet = browse(page)
+    assert quiet == []
+    _, complaints = browse(page, script="new Image().src = 'http://localhost:9/x.png'; nonsense();")
+    assert any("nonsense is not defined" in line for line in complaints)
+    assert any("Content Security Policy" in line for line in complaints)

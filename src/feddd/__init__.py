@@ -22,7 +22,7 @@ _HOMES = {
     "allocate": "feddd.core.allocation",
     "decode": "feddd.core.payload",
     "encode": "feddd.core.payload",
-    "load_experiment": "feddd.experiments.config",
+    "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
     "payload_size": "feddd.core.payload",
     "run": "feddd.experiments.running",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from feddd.core.selection import select
     from feddd.core.units import Units, units
     from feddd.errors import InputError
-    from feddd.experiments.config import load_experiment
+    from feddd.experiments.loading import load_experiment
     from feddd.experiments.results import Results, load_results
     from feddd.experiments.running import run
     from feddd.strategies.fedavg import FedAvg

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from feddd.core.units import Layer, Mask, Params, Units, units_for
+
+Selector = Literal["importance", "magnitude", "delta", "random", "ordered"]
 
 WEIGHT_FLOOR = 1e-3
 """|W| is not taken smaller than this share of the layer's root mean square when importance divides by it."""

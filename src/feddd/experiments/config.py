@@ -5,18 +5,14 @@ Unknown keys and wrong values are errors of one line that name the key and the n
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import math
-import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from feddd.errors import InputError
 from feddd.strategies.fedavg import FedAvg
@@ -114,7 +110,8 @@ class ModelSection(_Section):
     @classmethod
     def _known(cls, value: str) -> str:
         if ":" not in value and value not in MODELS:
-            raise ValueError(_nearest(value, MODELS, f"known are {', '.join(MODELS)} and package.module:function"))
+            hint = nearest(value, MODELS, f"known are {', '.join(MODELS)} and package.module:function")
+            raise ValueError(f"unknown model {value!r}; {hint}")
         return value
 
 
@@ -148,9 +145,9 @@ class StrategySection(BaseModel):
         if ":" in name:
             return {"name": name, "label": label, **options}
         if name not in BUILT_IN:
-            raise ValueError(_nearest(name, BUILT_IN, f"known are {', '.join(BUILT_IN)} and package.module:function"))
-        built = _construct(name, BUILT_IN[name], options)
-        return {"name": name, "label": label, **_fields(built)}
+            hint = nearest(name, BUILT_IN, f"known are {', '.join(BUILT_IN)} and package.module:function")
+            raise ValueError(f"unknown strategy {name!r}; {hint}")
+        return {"name": name, "label": label, **dataclasses.asdict(construct(name, options))}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -159,8 +156,7 @@ class StrategySection(BaseModel):
 
     def build(self) -> Strategy:
         """The strategy object."""
-        make = BUILT_IN.get(self.name) or import_object(self.name)
-        built: Strategy = _construct(self.name, make, self.options)
+        built: Strategy = construct(self.name, self.options)
         return built
 
 
@@ -176,7 +172,9 @@ class Experiment(_Section):
     fleet: FleetSection = FleetSection()
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
-    strategy: tuple[StrategySection, ...] = tuple(StrategySection(name=name, label=name) for name in BUILT_IN)
+    strategy: tuple[StrategySection, ...] = Field(
+        default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in BUILT_IN)
+    )
 
     @field_validator("name")
     @classmethod
@@ -201,164 +199,64 @@ class Experiment(_Section):
         return tomli_w.dumps(_without_none(self.model_dump()))
 
 
-def presets() -> dict[str, str]:
-    """Name → TOML text of the experiments that come with the package."""
-    folder = resources.files("feddd.experiments") / "presets"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
-
-
-def load_experiment(
-    path_or_name: str | os.PathLike[str], overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
-) -> Experiment:
-    """An experiment from a TOML file or a preset's name.
-
-    overrides: "dotted.key=value" with the value in TOML syntax    base: values that win over everything (seed, rounds)
-    """
-    text, where = _find(path_or_name)
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where} is not valid TOML: {error}") from error
-    document.setdefault("name", where if where in presets() else Path(where).stem)
-    _name_strategies(document)
-    for override in overrides:
-        _override(document, override)
-    _relative_to(document, where)
-    return parse_experiment(document | dict(base or {}), where)
-
-
 def parse_experiment(document: Mapping[str, Any], where: str = "the experiment") -> Experiment:
     """Validate a document; the first thing wrong becomes one line."""
     try:
         return Experiment.model_validate(document)
     except ValidationError as error:
-        raise InputError(f"{where}: {_explain(error, document)}") from error
+        raise InputError(f"{where}: {explain(error, document, Experiment)}") from error
 
 
-def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
-    known = presets()
-    if isinstance(path_or_name, str) and path_or_name in known:
-        return known[path_or_name], path_or_name
-    path = Path(path_or_name)
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except FileNotFoundError:
-        hint = _nearest(str(path_or_name), known, "`feddd presets` lists the presets")
-        raise InputError(f"there is no preset or file {str(path_or_name)!r}; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-
-
-def _name_strategies(document: dict[str, Any]) -> None:
-    """With no [[strategy]] an experiment compares all four; make them explicit, so that --set can reach them."""
-    if "strategy" not in document:
-        document["strategy"] = [{"name": name} for name in BUILT_IN]
-
-
-def _override(document: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or not all(parts):
-        raise InputError(f"--set takes key=value, not {override!r}")
-    value = _toml_value(text.strip())
-    target: dict[str, Any] = document
-    if parts[0] == "strategy":
-        target, parts = _strategy_table(document, parts, override)
-    for part in parts[:-1]:
-        target = target.setdefault(part, {})
-        if not isinstance(target, dict):
-            raise InputError(f"--set {override}: {part} has no keys below it")
-    target[parts[-1]] = value
-
-
-def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -> tuple[dict[str, Any], list[str]]:
-    """`strategy.LABEL.key`; labels may contain dots."""
-    tables = [table for table in document["strategy"] if isinstance(table, dict)]
-    by_label = {str(table.get("label", table.get("name"))): table for table in tables}
-    label, key = ".".join(parts[1:-1]), parts[-1]
-    if label not in by_label:
-        hint = _nearest(label, by_label, f"labels are {', '.join(by_label)}")
-        raise InputError(f"--set {override}: no strategy is labelled {label!r}; {hint}")
-    return by_label[label], [key]
-
-
-def _toml_value(text: str) -> Any:
-    """A value in TOML syntax; a bare word is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        if re.fullmatch(r"[A-Za-z_][\w./:-]*", text):
-            return text
-        raise InputError(f"--set: {text!r} is neither a TOML value nor a bare word") from None
-
-
-def _relative_to(document: dict[str, Any], where: str) -> None:
-    """A fleet file is looked for beside the experiment that names it."""
-    fleet = document.get("fleet")
-    if isinstance(fleet, dict) and isinstance(fleet.get("file"), str) and where not in presets():
-        fleet["file"] = str(Path(where).parent.absolute() / fleet["file"])
-
-
-def _explain(error: ValidationError, document: Mapping[str, Any]) -> str:
-    """The first problem, as "key: what is wrong"; an unknown key with the nearest known one."""
-    problem = error.errors()[0]
-    place = [str(part) for part in problem["loc"] if not str(part).startswith(("function", "tuple[", "constrained"))]
-    place = [part for part in place if part not in ("float", "int")]
+def explain(error: ValidationError, document: Mapping[str, Any], sections: type[BaseModel]) -> str:
+    """The first problem as "key: what is wrong"; an unknown key with the nearest known one."""
+    problems = error.errors()
+    # A value that may be of several types has a problem with each: the most specific one helps most.
+    problem = max((p for p in problems if p["loc"][:1] == problems[0]["loc"][:1]), key=lambda p: len(p["loc"]))
+    place = [str(part) for part in problem["loc"] if str(part) not in _TYPE_NAMES]
     if len(place) > 1 and place[0] == "strategy" and place[1].isdigit():
         table = document["strategy"][int(place[1])]
-        place[1] = str(table.get("label", table.get("name", place[1]))) if isinstance(table, dict) else place[1]
+        place[1] = str(table.get("label", table.get("name", place[1]))) if isinstance(table, Mapping) else place[1]
     key = ".".join(place)
     if problem["type"] == "extra_forbidden":
-        section: Any = Experiment
+        section: Any = sections
         for part in place[:-1]:
             section = section.model_fields[part].annotation
-        return f"unknown key {key}; {_nearest(place[-1], section.model_fields, 'known are ' + ', '.join(section.model_fields))}"
-    message = problem["msg"].removeprefix("Value error, ")
+        known = section.model_fields
+        return f"unknown key {key}; {nearest(place[-1], known, 'known are ' + ', '.join(known))}"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("\n", " ")
     given = problem.get("input")
-    shown = f" (given: {given!r})" if isinstance(given, str | int | float | list) and problem["type"] != "value_error" else ""
-    message = message[0].lower() + message[1:] if message.startswith(("Input", "List", "Tuple")) else message
+    ours = problem["type"] == "value_error"
+    shown = f", not {given!r}" if not ours and isinstance(given, str | int | float | list | bool) else ""
+    if problem["type"] == "literal_error":
+        options = re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
+        shown += f"; {nearest(str(given), options, '')}".removesuffix("; ")
     return f"{key}: {message}{shown}" if key else f"{message}{shown}"
 
 
-def _construct(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Call the method with its options; complaints become one line."""
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    known = getattr(make, "__dataclass_fields__", None)
-    if known is not None:
-        for key, value in options.items():
-            if key not in known:
-                raise ValueError(f"unknown key {key}; {_nearest(key, known, 'known are ' + ', '.join(known))}")
-            _check_type(key, value, getattr(make(), key, None) if name != "fedcs" or key != "deadline_seconds" else 1.0)
+# What pydantic adds to a key's place when a value may be of several types.
+_TYPE_NAMES = ("float", "int", "tuple[float, float]", "constrained-float", "tuple[constrained-float, constrained-float]")
+
+
+def construct(name: str, options: Mapping[str, Any]) -> Any:
+    """The strategy object; options of the built-in ones are checked against their fields."""
+    if name not in BUILT_IN:
+        try:
+            return import_object(name)(**options)
+        except TypeError as error:
+            raise ValueError(f"strategy {name!r} cannot be made: {error}") from error
+    method = BUILT_IN[name]
+    hints = get_type_hints(method)
+    fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(method)}
+    form = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
     try:
-        return make(**options)
-    except TypeError as error:
-        raise ValueError(f"strategy {name!r} cannot be made: {error}") from error
+        checked = form.model_validate(dict(options))
+    except ValidationError as error:
+        raise ValueError(explain(error, options, form)) from error
+    return method(**{key: getattr(checked, key) for key in fields})
 
 
-def _check_type(key: str, value: Any, default: Any) -> None:
-    """A key's value must be of its default's kind; whole numbers pass for floats."""
-    if isinstance(default, bool) or default is None:
-        return
-    if isinstance(default, float):
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        wanted = "a finite number"
-    elif isinstance(default, int):
-        fits, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif isinstance(default, tuple):
-        fits, wanted = isinstance(value, tuple) and all(isinstance(x, str) for x in value), "a list of strings"
-    else:
-        fits, wanted = isinstance(value, type(default)), "a string"
-    if not fits:
-        raise ValueError(f"{key} must be {wanted}, not {value!r}")
-
-
-def _fields(built: Any) -> dict[str, Any]:
-    values = {name: getattr(built, name) for name in built.__dataclass_fields__}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None}
-
-
-def _nearest(given: str, known: Iterable[str], otherwise: str) -> str:
+def nearest(given: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint at the closest known name, or what to say if none is close."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
 

@@ -19,6 +19,7 @@ from feddd.experiments.report_page import (
     Timeline,
     byte_unit,
     class_accuracies,
+    client_rounds,
     curve,
     dropout_matrix,
     human_seconds,
@@ -90,7 +91,7 @@ def time_to_accuracy_figure(results: Sequence[Results]) -> Figure:
         for at, one, value in zip(x, row, values, strict=True):
             if not value:
                 never = "never" if line.finished else "not yet"
-                text = f"{human_seconds(fmean(one.seconds))}, FedAvg {never}" if one.seconds else never
+                text = f"{human_seconds(fmean(one.seconds))} (FedAvg: none)" if one.seconds else never
                 _upright(axes, at, text, line.colour)
     if relative:
         axes.axhline(1, color="0.4", linewidth=0.8)
@@ -130,11 +131,9 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
     """One round (the last, if not told) client by client: download, compute, upload; the slowest is marked."""
     panels = []
     for line in lines(results):
-        # Every round is read, because the one asked for must not fall through the thinning.
-        known = timelines(line.runs[0], line.strategy, most_rounds=10**9)
-        number = round_number if round_number is not None else max(known, default=0)
-        if number in known:
-            panels.append((line, number, known[number]))
+        rounds = [round_number] if round_number is not None else client_rounds(line.runs[0], line.strategy)[-1:]
+        known = timelines(line.runs[0], line.strategy, rounds)
+        panels += [(line, number, clients) for number, clients in known.items()]
     longest = max((one.total for _, _, clients in panels for one in clients), default=0)
     scale, unit = time_unit(longest)
     most = max((min(len(clients), _MOST_CLIENTS) for _, _, clients in panels), default=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -22,6 +21,7 @@ from feddd.experiments.report_page import (
     Reach,
     byte_unit,
     class_accuracies,
+    client_rounds,
     curve,
     dropout_matrix,
     experiments,
@@ -39,6 +39,7 @@ from feddd.experiments.report_page import (
     timelines,
 )
 from feddd.experiments.results import Results, summarise
+from feddd.files import write_atomically
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 # Enough to see, and small next to plotly.js: rounds and clients of the straggler picture; rows, columns of heat maps.
@@ -51,12 +52,7 @@ def write_report(results: Sequence[Results], path: Path) -> Path:
         raise InputError("a report needs at least one run")
     page = render(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(path, page.encode())
     return path
 
 
@@ -186,6 +182,7 @@ def _unfinished(results: Sequence[Results]) -> str:
 def _summary_table(shown: Sequence[Line]) -> str:
     head = ("strategy", "rounds", "final accuracy", "best accuracy", "simulated time", "uploaded", "downloaded")
     columns = (
+        ("rounds", "{:g}".format),
         ("final_accuracy", percent),
         ("best_accuracy", percent),
         ("clock_seconds", human_seconds),
@@ -196,11 +193,8 @@ def _summary_table(shown: Sequence[Line]) -> str:
     rows = []
     for line in shown:
         mine = [summaries[id(run)][line.strategy] for run in line.runs]
-        rounds = "–".join(str(number) for number in sorted({one["rounds"] for one in mine}))
         mark = "" if line.finished else ' <em class="mark">unfinished</em>'
-        rows.append(
-            [_key(line) + mark, rounds, *(_spread([one[name] for one in mine], show) for name, show in columns)]
-        )
+        rows.append([_key(line) + mark, *(_spread([one[name] for one in mine], show) for name, show in columns)])
     return _table(head, rows)
 
 
@@ -330,9 +324,9 @@ def _heat(matrix: Matrix) -> dict[str, Any]:
 
 
 def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
-    known = timelines(run, line.strategy, max(3, _MOST_ROUNDS // runs))
+    some_rounds = thin(client_rounds(run, line.strategy), max(3, _MOST_ROUNDS // runs))
     rounds = []
-    for number, clients in known.items():
+    for number, clients in timelines(run, line.strategy, some_rounds).items():
         some = thin(clients, _MOST_CLIENTS)
         rounds.append(
             {

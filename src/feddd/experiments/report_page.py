@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from feddd.experiments.results import Results, reference_label
@@ -229,17 +230,22 @@ def _matrix(rows: npt.NDArray[Any], columns: npt.NDArray[Any], values: npt.NDArr
     return Matrix(row_names.tolist(), column_names.tolist(), filled)
 
 
-def timelines(run: Results, strategy: str, most_rounds: int) -> Mapping[int, list[Timeline]]:
-    """Per round, evenly thinned, what each client did; unknown seconds count as none.
+def client_rounds(run: Results, strategy: str) -> list[int]:
+    """The rounds of which the clients are recorded."""
+    return sorted(pc.unique(_client_rows(run, strategy)["round"]).to_pylist())
+
+
+def timelines(run: Results, strategy: str, rounds: Sequence[int]) -> Mapping[int, list[Timeline]]:
+    """What each client did in these rounds; unknown seconds count as none.
 
     Slowest first, so that the round's straggler leads; clients that did not count come last.
     """
     rows = _client_rows(run, strategy)
-    chosen = set(thin(sorted(pc.unique(rows["round"]).to_pylist()), most_rounds))
+    rows = rows.filter(pc.is_in(rows["round"], value_set=pa.array(rounds, pa.int64())))
     found: defaultdict[int, list[Timeline]] = defaultdict(list)
     for row in rows.to_pylist():
         seconds = [row[f"{phase}_seconds"] for phase in ("download", "compute", "upload")]
-        if row["round"] in chosen and any(value is not None for value in seconds):
+        if any(value is not None for value in seconds):
             found[row["round"]].append(Timeline(row["client"], row["status"], *(value or 0.0 for value in seconds)))
     return {
         number: sorted(found[number], key=lambda one: (one.status != "ok", -one.total, one.client))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +23,7 @@ class FedCS:
     """
 
     budget: float = 0.6
-    mode: str = "budget"
+    mode: Literal["budget", "deadline"] = "budget"
     deadline_seconds: float | None = None
 
     def __post_init__(self) -> None:

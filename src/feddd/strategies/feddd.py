@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.allocation import allocate, check_budget
-from feddd.core.selection import SELECTORS
+from feddd.core.selection import SELECTORS, Selector
 from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, Upload, digest, known_or_mean
 
 RATES = ("differential", "uniform")
@@ -29,9 +30,9 @@ class FedDD:
     max_dropout: float = 0.8
     penalty: float = 0.1
     broadcast_every: int = 5
-    selector: str = "importance"
+    selector: Selector = "importance"
     always_send: tuple[str, ...] = ()
-    rates: str = "differential"
+    rates: Literal["differential", "uniform"] = "differential"
 
     def __post_init__(self) -> None:
         check_budget(self.budget, self.max_dropout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class Oort:
     """straggler_penalty: α, the power of T / t_n for clients slower than the preferred round time T."""
 
     budget: float = 0.6
-    mode: str = "published"
+    mode: Literal["published", "budget"] = "published"
     straggler_penalty: float = 2.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,105 @@
+"""Where experiments come from: presets of the package, TOML files, and `--set` on top."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from feddd.errors import InputError
+from feddd.experiments.config import BUILT_IN, Experiment, nearest, parse_experiment
+
+
+def presets() -> dict[str, str]:
+    """Name → TOML text of the experiments that come with the package."""
+    folder = resources.files("feddd.experiments") / "presets"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+
+
+def load_experiment(
+    path_or_name: str | os.PathLike[str], overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
+) -> Experiment:
+    """An experiment from a TOML file or a preset's name.
+
+    overrides: "dotted.key=value" with the value in TOML syntax    base: values that win over everything (seed, rounds)
+    """
+    text, where = _find(path_or_name)
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where} is not valid TOML: {error}") from error
+    document.setdefault("name", where if where in presets() else Path(where).stem)
+    _name_strategies(document)
+    for override in overrides:
+        _override(document, override)
+    _relative_to(document, where)
+    return parse_experiment(document | dict(base or {}), where)
+
+
+def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
+    known = presets()
+    if isinstance(path_or_name, str) and path_or_name in known:
+        return known[path_or_name], path_or_name
+    path = Path(path_or_name)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except FileNotFoundError:
+        hint = nearest(str(path_or_name), known, "`feddd presets` lists the presets")
+        raise InputError(f"there is no preset or file {str(path_or_name)!r}; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+
+
+def _name_strategies(document: dict[str, Any]) -> None:
+    """With no [[strategy]] an experiment compares all four; make them explicit, so that --set can reach them."""
+    if "strategy" not in document:
+        document["strategy"] = [{"name": name} for name in BUILT_IN]
+
+
+def _override(document: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise InputError(f"--set takes key=value, not {override!r}")
+    value = _toml_value(text.strip())
+    target: dict[str, Any] = document
+    if parts[0] == "strategy":
+        target, parts = _strategy_table(document, parts, override)
+    for part in parts[:-1]:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise InputError(f"--set {override}: {part} has no keys below it")
+    target[parts[-1]] = value
+
+
+def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -> tuple[dict[str, Any], list[str]]:
+    """`strategy.LABEL.key`; labels may contain dots."""
+    tables = [table for table in document["strategy"] if isinstance(table, dict)]
+    by_label = {str(table.get("label", table.get("name"))): table for table in tables}
+    label, key = ".".join(parts[1:-1]), parts[-1]
+    if label not in by_label:
+        hint = nearest(label, by_label, f"labels are {', '.join(by_label)}")
+        raise InputError(f"--set {override}: no strategy is labelled {label!r}; {hint}")
+    return by_label[label], [key]
+
+
+def _toml_value(text: str) -> Any:
+    """A value in TOML syntax; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r"[A-Za-z_][\w./:-]*", text):
+            return text
+        raise InputError(f"--set: {text!r} is neither a TOML value nor a bare word") from None
+
+
+def _relative_to(document: dict[str, Any], where: str) -> None:
+    """A fleet file is looked for beside the experiment that names it."""
+    fleet = document.get("fleet")
+    if isinstance(fleet, dict) and isinstance(fleet.get("file"), str) and where not in presets():
+        fleet["file"] = str(Path(where).parent.absolute() / fleet["file"])

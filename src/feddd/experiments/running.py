@@ -1,0 +1,210 @@
+"""From an experiment to a folder of results: build the world, run every strategy on it, write the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+
+from feddd.core.streams import stream
+from feddd.errors import InputError
+from feddd.experiments.config import Experiment, FleetSection
+from feddd.experiments.loading import load_experiment
+from feddd.experiments.results import Results, load_results, summarise
+from feddd.experiments.tables import Tables
+from feddd.files import write_atomically
+from feddd.simulation.simulator import RoundRecord, Simulation, World
+from feddd.simulation.training import Training
+from feddd.strategies.protocol import start
+from feddd.world import datasets, fleets, partitions
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told after every round."""
+
+    label: str
+    strategy: int
+    strategies: int
+    record: RoundRecord
+    rounds: int
+
+
+def run(
+    experiment: Experiment | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    workers: int | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    wire: bool = False,
+) -> Results:
+    """Simulate every strategy of an experiment and leave tables, models and a summary in `out`.
+
+    out: a new or empty folder (default: runs/NAME-TIMESTAMP)    workers: processes (default: one per core)
+    watch: called after every round    wire: really encode and decode every payload
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    if workers is not None and workers < 1:
+        raise InputError(f"workers must be at least 1, not {workers}")
+    world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
+    strategies = {section.label: section.build() for section in experiment.strategy}
+    with Simulation(world, workers=workers, wire=wire) as simulation:
+        initial = start(simulation.initial, len(simulation.fleet))
+        for label, strategy in strategies.items():
+            # A first plan shows whether the strategy fits this fleet and model before anything is written.
+            try:
+                strategy.plan(initial, simulation.fleet, stream(world.seed, "strategy", 1))
+            except ValueError as error:
+                raise InputError(f"strategy {label!r}: {error}") from error
+        folder = new_folder(experiment, out)
+        tables = Tables(folder, seed=experiment.seed)
+        _write_text(folder / "config.toml", experiment.to_toml())
+        _write_text(folder / "environment.json", _json(environment(experiment.seed)))
+        _write_partition(tables, world)
+        for number, (label, strategy) in enumerate(strategies.items()):
+            record = None
+            for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
+                tables.add(label, record)
+                if watch:
+                    watch(Progress(label, number, len(strategies), record, experiment.rounds))
+            tables.flush()
+            if record is not None:
+                weights = {name: tensor.contiguous() for name, tensor in record.state.model.items()}
+                write_atomically(folder / f"model-{label}.safetensors", safetensors.torch.save(_untied(weights)))
+    return _finish(folder)
+
+
+def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
+    """The data split, devices and settings that all strategies of the experiment share."""
+    section, seed = experiment.data, experiment.seed
+    data = datasets.load(section.dataset, data_dir)
+    if section.train_limit is not None:
+        chosen = partitions.subsample(data.train_labels, section.train_limit, stream(seed, "train_limit"))
+    else:
+        chosen = np.arange(len(data.train_labels))
+    file = _fleet_file(experiment.fleet)
+    clients = len(file["uplink_bits_per_s"]) if file else experiment.fleet.clients
+    parts = partitions.partition(
+        data.train_labels[chosen],
+        clients,
+        section.partition,
+        stream(seed, "partition"),
+        classes=data.classes,
+        classes_per_client=section.classes_per_client,
+        alpha=0.5 if section.alpha is None else section.alpha,
+    )
+    parts = [chosen[part] for part in parts]
+    training = Training(**experiment.training.model_dump())
+    devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
+    return World(data, data_dir, parts, devices, experiment.model.name, training, seed)
+
+
+def _fleet_file(fleet: FleetSection) -> dict[str, Any] | None:
+    """The columns of the fleet file; a client count that was also given must agree."""
+    if fleet.file is None:
+        return None
+    columns = fleets.read_csv(Path(fleet.file))
+    count = len(columns["uplink_bits_per_s"])
+    if "clients" in fleet.model_fields_set and fleet.clients != count:
+        raise InputError(f"fleet.clients is {fleet.clients}, but {fleet.file} has {count} clients; leave it out")
+    return columns
+
+
+def _devices(fleet: FleetSection, file: dict[str, Any] | None, seed: int, processed: list[int]) -> fleets.Devices:
+    if file:
+        return fleets.Devices(file["uplink_bits_per_s"], file["downlink_bits_per_s"], file["compute_seconds"])
+    if fleet.cpu_hz is None or fleet.cycles_per_sample is None:
+        raise InputError("fleet: cpu_hz and cycles_per_sample are needed")
+    shannon = {key: getattr(fleet, key) for key in ("bandwidth_hz", "power_w", "gain", "noise_w")}
+    return fleets.draw(
+        seed,
+        np.array(processed, dtype=np.float64),
+        cpu_hz=fleet.cpu_hz,
+        cycles_per_sample=fleet.cycles_per_sample,
+        uplink_bits_per_s=fleet.uplink_bits_per_s,
+        downlink_bits_per_s=fleet.downlink_bits_per_s,
+        shannon=shannon if fleet.gain is not None else None,
+    )
+
+
+def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
+    """A folder that holds nothing yet; anything that does is refused."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(out) if out is not None else Path("runs") / f"{experiment.name}-{stamp}"
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} already holds something; give --out another folder, nothing is overwritten")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+    return folder
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """Versions, machine and commit behind a run."""
+    packages = ("feddd", "torch", "numpy", "scipy", "pyarrow")
+    return {
+        "seed": seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "commit": _commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package runs from; None for an installed package."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    try:
+        top = subprocess.run([*command[:3], "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() if top.returncode == 0 and found.returncode == 0 else None
+
+
+def _write_partition(tables: Tables, world: World) -> None:
+    counts = partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
+    tables.write_partition(counts)
+
+
+def _finish(folder: Path) -> Results:
+    summary = summarise(load_results(folder))
+    _write_text(folder / "summary.json", _json(summary))
+    return dataclasses.replace(load_results(folder), summary=summary)
+
+
+def _untied(weights: dict[str, Any]) -> dict[str, Any]:
+    """Tied tensors once each: the format does not store shared memory twice."""
+    seen: dict[int, str] = {}
+    return {name: tensor for name, tensor in weights.items() if seen.setdefault(tensor.data_ptr(), name) == name}
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, text.encode())
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def planned_rounds(experiments: Iterable[Experiment]) -> int:
+    """Rounds that these experiments simulate in all."""
+    return sum(experiment.rounds * len(experiment.strategy) for experiment in experiments)

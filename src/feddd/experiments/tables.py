@@ -1,0 +1,110 @@
+"""From round records to the tables of a run, kept up to date on disk while it goes on."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from feddd.experiments.results import SCHEMAS
+from feddd.files import write_atomically
+from feddd.simulation.simulator import RoundRecord
+
+FLUSH_SECONDS = 5.0
+FLUSH_SHARE = 0.02
+"""Tables are written again after so many seconds, but never for more than this share of a run's time."""
+
+
+class Tables:
+    """Collects records; every file is replaced as a whole, so that what was written stays readable."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._batches: dict[str, list[Any]] = {name: [] for name in ("rounds", "clients", "classes", "timings")}
+        self._next_flush = time.monotonic() + FLUSH_SECONDS
+
+    def add(self, label: str, record: RoundRecord) -> None:
+        """Append one round."""
+        self._append("rounds", label, record.round, [_round_row(record)])
+        self._append("clients", label, record.round, [_client_row(row) for row in record.clients])
+        if record.evaluation is not None:
+            accuracies = enumerate(record.evaluation.class_accuracy.tolist())
+            rows = [{"label": number, "accuracy": accuracy} for number, accuracy in accuracies]
+            self._append("classes", label, record.round, rows)
+        rows = [{"phase": phase, "wall_seconds": seconds} for phase, seconds in record.wall_seconds.items()]
+        self._append("timings", label, record.round, rows)
+        if time.monotonic() >= self._next_flush:
+            self.flush()
+
+    def write_partition(self, counts: NDArray[np.int64]) -> None:
+        """How many samples of each label each client has; counts: [clients, classes]."""
+        clients, labels = np.indices(counts.shape)
+        columns = {"client": clients.ravel(), "label": labels.ravel(), "samples": counts.ravel()}
+        self._write("partition", pa.table(columns, schema=SCHEMAS["partition"]))
+
+    def flush(self) -> None:
+        """Write all tables as they stand."""
+        begun = time.monotonic()
+        for name, batches in self._batches.items():
+            self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]))
+        cost = time.monotonic() - begun
+        self._next_flush = time.monotonic() + max(FLUSH_SECONDS, cost / FLUSH_SHARE)
+
+    def _append(self, name: str, label: str, number: int, rows: list[dict[str, Any]]) -> None:
+        same = {"strategy": label, "seed": self._seed, "round": number}
+        known = [same | {key: _known(value) for key, value in row.items()} for row in rows]
+        self._batches[name].append(pa.RecordBatch.from_pylist(known, schema=SCHEMAS[name]))
+
+    def _write(self, name: str, table: Any) -> None:
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        write_atomically(self._folder / f"{name}.parquet", buffer.getvalue())
+
+
+def _round_row(record: RoundRecord) -> dict[str, Any]:
+    rows = record.clients
+    counted = [row for row in rows if row.upload.status == "ok"]
+    samples = sum(row.upload.samples for row in counted)
+    loss = sum(row.upload.train_loss * row.upload.samples for row in counted)
+    return {
+        "round_seconds": record.round_seconds,
+        "clock_seconds": record.clock_seconds,
+        "test_accuracy": record.evaluation.accuracy if record.evaluation else None,
+        "test_loss": record.evaluation.loss if record.evaluation else None,
+        "train_loss": loss / samples if samples else None,
+        "upload_bytes": sum(row.upload.upload_bytes for row in rows),
+        "download_bytes": sum(row.upload.download_bytes for row in rows),
+        "participants": len(counted),
+        "mean_dropout": sum(row.dropout for row in rows) / len(rows),
+        "mask_error": record.mask_error,
+    }
+
+
+def _client_row(row: Any) -> dict[str, Any]:
+    upload = row.upload
+    counted = upload.status == "ok"
+    return {
+        "client": upload.client,
+        "status": upload.status,
+        "dropout": row.dropout,
+        "kept_share": upload.kept_share if counted else None,
+        "train_loss": upload.train_loss,
+        "samples": upload.samples,
+        "upload_bytes": upload.upload_bytes,
+        "download_bytes": upload.download_bytes,
+        "download_seconds": row.download_seconds,
+        "compute_seconds": row.compute_seconds,
+        "upload_seconds": row.upload_seconds,
+    }
+
+
+def _known(value: Any) -> Any:
+    """Null for what is not a number: the tables hold no NaN and no infinity."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value
