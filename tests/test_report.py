@@ -1,5 +1,4 @@
 """The report and the pictures, made from small synthetic run folders."""
-# ruff: noqa: RUF001 - × and – are meant
 
 from __future__ import annotations
 

@@ -134,5 +134,5 @@ class Aggregator:
 
 def _views(flat: Tensor, table: Units) -> dict[str, Tensor]:
     """The parts of one vector, shaped as the tensors of the table."""
-    parts = flat.split([slot.elements for slot in table.slots])
+    parts = torch.split(flat, [slot.elements for slot in table.slots])
     return {slot.name: part.view(slot.shape) for slot, part in zip(table.slots, parts, strict=True)}

@@ -114,7 +114,15 @@ def _problem(
     check_budget(budget, max_dropout)
     total = float(arrays["upload_bits"].sum())
     dropped = min(max(1.0 - budget, 0.0), max_dropout) * total
-    return _Problem(*arrays.values(), dropped_bits=dropped, max_dropout=max_dropout, penalty=penalty)
+    return _Problem(
+        bits=arrays["upload_bits"],
+        seconds_per_bit=arrays["seconds_per_bit"],
+        compute_seconds=arrays["compute_seconds"],
+        contribution=arrays["contribution"],
+        dropped_bits=dropped,
+        max_dropout=max_dropout,
+        penalty=penalty,
+    )
 
 
 def _solve_exactly(problem: _Problem) -> Floats:
@@ -219,7 +227,7 @@ class _Sorted:
         # T at which client filling − 1 is full: D_max Σ_{i≤j} U_i + Σ_{i>j} U_i l_i(T) is all that must be dropped.
         full = filling - 1
         kept_back = float(speed[filling:] @ finish[filling:])
-        kink = (self.max_dropout * float(self.bits[:filling].sum()) + kept_back - self.dropped_bits)
+        kink = self.max_dropout * float(self.bits[:filling].sum()) + kept_back - self.dropped_bits
         return min(max(kink / float(speed_beyond[full]), start), end)
 
 
@@ -244,4 +252,5 @@ def _solve_with_highs(problem: _Problem) -> Floats:
     )
     if solution.status != 0:
         raise RuntimeError(f"HiGHS found no solution: {solution.message}")
-    return np.clip(solution.x[:-1], 0.0, problem.max_dropout)
+    rates: Floats = np.clip(solution.x[:-1], 0.0, problem.max_dropout)
+    return rates

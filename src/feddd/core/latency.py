@@ -21,7 +21,10 @@ def compute_seconds(cycles_per_sample: Numbers, samples: Numbers, cpu_hz: Number
 
 
 def shannon_bits_per_s(
-    bandwidth_hz: NDArray[np.float64], power_w: NDArray[np.float64], gain: NDArray[np.float64], noise_w: float
+    bandwidth_hz: NDArray[np.float64],
+    power_w: NDArray[np.float64],
+    gain: NDArray[np.float64],
+    noise_w: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """r = B · log2(1 + p·h / N0) (Eqs. 7 and 9)."""
     return bandwidth_hz * np.log2(1.0 + power_w * gain / noise_w)

@@ -114,7 +114,7 @@ def unpack_mask(data: bytes, table: Units) -> Mask:
     if bits[table.total_units :].any():
         raise PayloadError("a padding bit of the mask is set")
     flat = torch.from_numpy(bits[: table.total_units].astype(np.bool_))
-    return dict(zip((x.name for x in table.layers), flat.split([x.units for x in table.layers]), strict=True))
+    return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
 
 
 def _mask_bytes(table: Units) -> int:

@@ -127,7 +127,8 @@ def _layer_norms(layer: Layer, values: Callable[[str], Tensor]) -> Tensor:
 
 def _row_norms(rows: Tensor, lead: int) -> Tensor:
     """L2 norm of each unit's slice, [units]."""
-    return torch.linalg.vector_norm(rows.reshape(*rows.shape[:lead], -1), dim=-1).reshape(-1)
+    norms: Tensor = torch.linalg.vector_norm(rows.reshape(*rows.shape[:lead], -1), dim=-1)
+    return norms.reshape(-1)
 
 
 SELECTORS: Mapping[str, Callable[[Layer, Params, Params, np.random.Generator | None], Tensor]] = {

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Params = Mapping[str, Tensor]
 Mask = dict[str, Tensor]
@@ -279,7 +280,7 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
 
 
 def _carried(name: str, tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise ValueError(f"{name!r} has no shape yet: run the lazy module once before asking for its units")
     if tensor.is_complex():
         raise ValueError(f"{name!r} is complex; only real parameters can be sent")
@@ -316,11 +317,9 @@ def _layers(prefix: str, slots: list[Slot], suffix: Callable[[str], str] | None 
         groups.setdefault((key, slot.units), []).append(slot)
     layers: list[Layer] = []
     for (key, count), members in groups.items():
-        if key:
-            name = f"{prefix}.{key}" if prefix else key
-        else:
-            name = members[0].name if layers else prefix
-        layers.append(Layer(name, count, tuple(members)))
+        # The first group is the module itself; a further one is named after its first tensor.
+        plain = members[0].name if layers else prefix
+        layers.append(Layer(".".join(filter(None, (prefix, key))) if key else plain, count, tuple(members)))
     return layers
 
 

@@ -234,7 +234,13 @@ def explain(error: ValidationError, document: Mapping[str, Any], sections: type[
 
 
 # What pydantic adds to a key's place when a value may be of several types.
-_TYPE_NAMES = ("float", "int", "tuple[float, float]", "constrained-float", "tuple[constrained-float, constrained-float]")
+_TYPE_NAMES = (
+    "float",
+    "int",
+    "tuple[float, float]",
+    "constrained-float",
+    "tuple[constrained-float, constrained-float]",
+)
 
 
 def construct(name: str, options: Mapping[str, Any]) -> Any:

@@ -1,5 +1,4 @@
 """One self-contained page about one or several runs: words, tables and interactive pictures; no network needed."""
-# ruff: noqa: RUF001 - × and – are meant
 
 from __future__ import annotations
 

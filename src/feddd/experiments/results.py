@@ -56,9 +56,7 @@ SCHEMAS: Mapping[str, Any] = {
             ("upload_seconds", _FLOAT),
         ]
     ),
-    "classes": pa.schema(
-        [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("label", _INT), ("accuracy", _FLOAT)]
-    ),
+    "classes": pa.schema([("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("label", _INT), ("accuracy", _FLOAT)]),
     "timings": pa.schema(
         [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("phase", _TEXT), ("wall_seconds", _FLOAT)]
     ),

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from numpy.typing import NDArray
 
 from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, FleetSection
 from feddd.experiments.loading import load_experiment
-from feddd.experiments.results import Results, load_results, summarise
-from feddd.experiments.tables import Tables
+from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
+from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation, World
 from feddd.simulation.training import Training
@@ -74,7 +75,7 @@ def run(
         tables = Tables(folder, seed=experiment.seed)
         _write_text(folder / "config.toml", experiment.to_toml())
         _write_text(folder / "environment.json", _json(environment(experiment.seed)))
-        _write_partition(tables, world)
+        tables.write_partition(_label_counts(world))
         for number, (label, strategy) in enumerate(strategies.items()):
             record = None
             for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
@@ -97,7 +98,7 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     else:
         chosen = np.arange(len(data.train_labels))
     file = _fleet_file(experiment.fleet)
-    clients = len(file["uplink_bits_per_s"]) if file else experiment.fleet.clients
+    clients = len(file.clients) if file else experiment.fleet.clients
     parts = partitions.partition(
         data.train_labels[chosen],
         clients,
@@ -113,20 +114,27 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     return World(data, data_dir, parts, devices, experiment.model.name, training, seed)
 
 
-def _fleet_file(fleet: FleetSection) -> dict[str, Any] | None:
+def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = None) -> Results:
+    """An experiment before it has run: its config and how it spreads the data, no rounds."""
+    counts = _label_counts(build_world(experiment, Path(data_dir) if data_dir is not None else None))
+    tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()} | {"partition": partition_table(counts)}
+    return Results(Path(), experiment.model_dump(), {}, {}, tables)
+
+
+def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:
     """The columns of the fleet file; a client count that was also given must agree."""
     if fleet.file is None:
         return None
-    columns = fleets.read_csv(Path(fleet.file))
-    count = len(columns["uplink_bits_per_s"])
+    file = fleets.read_csv(Path(fleet.file))
+    count = len(file.clients)
     if "clients" in fleet.model_fields_set and fleet.clients != count:
         raise InputError(f"fleet.clients is {fleet.clients}, but {fleet.file} has {count} clients; leave it out")
-    return columns
+    return file
 
 
-def _devices(fleet: FleetSection, file: dict[str, Any] | None, seed: int, processed: list[int]) -> fleets.Devices:
+def _devices(fleet: FleetSection, file: fleets.FleetFile | None, seed: int, processed: list[int]) -> fleets.Devices:
     if file:
-        return fleets.Devices(file["uplink_bits_per_s"], file["downlink_bits_per_s"], file["compute_seconds"])
+        return fleets.Devices(*(file.columns[name] for name in fleets.REQUIRED[1:]))
     if fleet.cpu_hz is None or fleet.cycles_per_sample is None:
         raise InputError("fleet: cpu_hz and cycles_per_sample are needed")
     shannon = {key: getattr(fleet, key) for key in ("bandwidth_hz", "power_w", "gain", "noise_w")}
@@ -180,9 +188,8 @@ def _commit() -> str | None:
     return found.stdout.strip() if top.returncode == 0 and found.returncode == 0 else None
 
 
-def _write_partition(tables: Tables, world: World) -> None:
-    counts = partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
-    tables.write_partition(counts)
+def _label_counts(world: World) -> NDArray[np.int64]:
+    return partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
 
 
 def _finish(folder: Path) -> Results:
@@ -203,8 +210,3 @@ def _write_text(path: Path, text: str) -> None:
 
 def _json(document: Any) -> str:
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
-
-
-def planned_rounds(experiments: Iterable[Experiment]) -> int:
-    """Rounds that these experiments simulate in all."""
-    return sum(experiment.rounds * len(experiment.strategy) for experiment in experiments)

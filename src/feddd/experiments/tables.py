@@ -45,9 +45,7 @@ class Tables:
 
     def write_partition(self, counts: NDArray[np.int64]) -> None:
         """How many samples of each label each client has; counts: [clients, classes]."""
-        clients, labels = np.indices(counts.shape)
-        columns = {"client": clients.ravel(), "label": labels.ravel(), "samples": counts.ravel()}
-        self._write("partition", pa.table(columns, schema=SCHEMAS["partition"]))
+        self._write("partition", partition_table(counts))
 
     def flush(self) -> None:
         """Write all tables as they stand."""
@@ -66,6 +64,13 @@ class Tables:
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
         write_atomically(self._folder / f"{name}.parquet", buffer.getvalue())
+
+
+def partition_table(counts: NDArray[np.int64]) -> Any:
+    """One row per client and label; counts: [clients, classes]."""
+    clients, labels = np.indices(counts.shape)
+    columns = {"client": clients.ravel(), "label": labels.ravel(), "samples": counts.ravel()}
+    return pa.table(columns, schema=SCHEMAS["partition"])
 
 
 def _round_row(record: RoundRecord) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol
@@ -125,7 +126,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ def block_ranges(clients: int) -> list[range]:
     """Fixed blocks of neighbouring clients, as even as can be."""
     count = min(clients, BLOCKS)
     edges = np.linspace(0, clients, count + 1).round().astype(int)
-    return [range(int(start), int(end)) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [range(int(start), int(end)) for start, end in pairwise(edges)]
 
 
 def assign_blocks(costs: Sequence[float], workers: int) -> list[list[int]]:

@@ -168,9 +168,7 @@ class Shard:
             dropped.add(trained.after, complement(mask), float(len(labels)))
         return self._upload(client, trained, mask, width.units, upload_bytes, download_bytes)
 
-    def _download(
-        self, task: Task, global_model: Mapping[str, Tensor], width: _Width
-    ) -> tuple[dict[str, Tensor], int]:
+    def _download(self, task: Task, global_model: Mapping[str, Tensor], width: _Width) -> tuple[dict[str, Tensor], int]:
         """What the client holds after the download, and what the download costs."""
         own = slice_model(global_model, self._widths[0].units, width.units)
         own |= {name: tensor for name, tensor in global_model.items() if name not in own}  # integers: the server's
@@ -181,9 +179,7 @@ class Shard:
         kept = None if full else self._kept[task.client]
         return receive({**own, **received}, kept, width.units), size + extra
 
-    def _transfer(
-        self, params: Mapping[str, Tensor], mask: Mask, table: Units
-    ) -> tuple[Mapping[str, Tensor], int]:
+    def _transfer(self, params: Mapping[str, Tensor], mask: Mask, table: Units) -> tuple[Mapping[str, Tensor], int]:
         """What arrives at the other end, and its bytes: really encoded, or only measured."""
         if not self.spec.wire:
             return params, payload_size(mask, params, units=table)

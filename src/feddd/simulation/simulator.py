@@ -88,7 +88,9 @@ class Simulation:
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)
         count = models.widths(world.model)
-        self._tables = [self.units] + [units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)]
+        self._tables = [self.units] + [
+            units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
+        ]
         self._width_of = [client % count for client in range(len(world.parts))]
         self.fleet = _fleet(world.devices, [self._tables[width] for width in self._width_of], self.units)
         specs = self._specs(workers or default_workers(), wire)

@@ -68,7 +68,7 @@ def train(
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng.integers(2**63)))
+        torch.default_generator.manual_seed(int(rng.integers(2**63)))
         for index in batches(len(labels), training, rng):
             chosen = torch.from_numpy(index)
             losses = functional.cross_entropy(model(images[chosen]), labels[chosen], reduction="none")
@@ -107,9 +107,7 @@ class Evaluation:
     @property
     def class_accuracy(self) -> NDArray[np.float64]:
         """Accuracy per class, NaN for a class without test samples."""
-        return np.divide(
-            self.correct, self.total, out=np.full(len(self.total), np.nan), where=self.total > 0, dtype=np.float64
-        )
+        return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
 
     def __add__(self, other: Evaluation) -> Evaluation:
         return Evaluation(self.loss_sum + other.loss_sum, self.correct + other.correct, self.total + other.total)

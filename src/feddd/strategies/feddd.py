@@ -99,4 +99,5 @@ def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
     """re_n = (m_n / m) · (Σ_c min(C·dis_n^c, 1)) · (U_n / U) · loss_n (Eq. 13); unknown facts count as the mean."""
     samples = known_or_mean(state.samples)
     size = fleet.droppable_bits / fleet.model_bits
-    return samples / samples.sum() * known_or_mean(state.label_coverage) * size * known_or_mean(state.losses)
+    share: NDArray[np.float64] = samples / samples.sum()
+    return share * known_or_mean(state.label_coverage) * size * known_or_mean(state.losses)

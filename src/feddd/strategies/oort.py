@@ -92,7 +92,7 @@ class Oort:
         if explored.any():
             scaled[explored] = scale(clip(statistic[explored]))
         seen = np.maximum(state.last_round, 1)
-        bonus = np.sqrt(STALENESS * np.log(state.round + 1) / seen)
+        bonus: Floats = np.sqrt(STALENESS * np.log(state.round + 1) / seen)
         return (scaled + bonus) * self._system_utility(state, fleet)
 
     def _system_utility(self, state: ServerState, fleet: Fleet) -> Floats:

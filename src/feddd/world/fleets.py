@@ -75,8 +75,16 @@ def draw(
     return Devices(uplink, downlink, compute)
 
 
-def read_csv(path: Path) -> dict[str, Floats]:
-    """The numeric columns of a fleet file, checked row by row; `client` must be 0, 1, 2, … or any unique names."""
+@dataclass(frozen=True)
+class FleetFile:
+    """A fleet file, checked: the clients' names and the numeric columns by name."""
+
+    clients: tuple[str, ...]
+    columns: Mapping[str, Floats]
+
+
+def read_csv(path: Path) -> FleetFile:
+    """Read a fleet file; the first row that is wrong is named."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
@@ -92,16 +100,16 @@ def read_csv(path: Path) -> dict[str, Floats]:
     if len(rows) == 1:
         raise InputError(f"{path} has a header but no clients")
     columns: dict[str, list[float]] = {name: [] for name in header if name != "client"}
-    seen: set[str] = set()
+    seen: dict[str, None] = {}
     for number, row in enumerate(rows[1:], 2):
         values = _check_row(f"{path}, row {number}", header, row)
         client = row[header.index("client")].strip()
         if client in seen:
             raise InputError(f"{path}, row {number}: client {client!r} appears twice")
-        seen.add(client)
+        seen[client] = None
         for name, value in values.items():
             columns[name].append(value)
-    return {name: np.array(values) for name, values in columns.items()}
+    return FleetFile(tuple(seen), {name: np.array(values) for name, values in columns.items()})
 
 
 def _check_header(path: Path, header: Sequence[str]) -> None:

@@ -57,7 +57,9 @@ def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0) -
         return model
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(MODELS)} and package.module:function"
+        hint = (
+            f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(MODELS)} and package.module:function"
+        )
         raise InputError(f"unknown model {name!r}{hint}")
     if name == "mlp":
         return _network(input_shape, (), (100, 64), classes, kernel=0, padding=0)
@@ -73,7 +75,7 @@ def build_seeded(name: str, input_shape: Sequence[int], classes: int, seed: int)
     """The global model with initial weights that follow from the seed alone."""
     # Layers initialise themselves from torch's global generator: lend it a seed and put it back.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return build(name, input_shape, classes)
 
 

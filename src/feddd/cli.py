@@ -1,0 +1,230 @@
+"""The verbs. Each one prints for people, or JSON with --json; wrong input is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from feddd.errors import InputError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Federated learning over slow, unequal links: FedDD, FedAvg, FedCS and Oort on a byte-true simulator.",
+    epilog="Start with `feddd run`: four methods on 100 unequal clients, in about a minute, without a download.",
+)
+presets_app = typer.Typer(help="What can be run, and its TOML.", invoke_without_command=True)
+data_app = typer.Typer(help="Bring a data set, or look at how an experiment spreads it.", no_args_is_help=True)
+app.add_typer(presets_app, name="presets")
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where the data sets lie (else $FEDDD_DATA, else the user's cache).")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. training.epochs=3, strategy.feddd.budget=0.4."),
+]
+
+
+def main() -> None:
+    """Run the command line; every expected failure is one line."""
+    try:
+        app(standalone_mode=False)
+    except click.exceptions.Abort:
+        _fail("interrupted", 130)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except InputError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted; what was finished is in the run's folder", 130)
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        _fail(f"{named}{error.strerror or error}", 1)
+    except RuntimeError as error:
+        if type(error).__name__ != "EverybodyDiverged":
+            raise
+        _fail(str(error), 1)
+
+
+def _fail(reason: str, code: int) -> None:
+    sys.stderr.write(f"feddd: {' '.join(reason.split())}\n")
+    sys.exit(code)
+
+
+@app.command()
+def run(
+    experiment: Annotated[
+        str | None, typer.Argument(help="A preset's name or a TOML file; default: quickstart.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for the results; default: runs/NAME-TIMESTAMP.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Fleet, split, initial weights and batch order.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds to simulate.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; default: one per core. Same numbers.")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no summary.")] = False,
+) -> None:
+    """Simulate an experiment: every strategy in it on the same clients, data and links.
+
+    Leaves tables, models and report.html in a new folder.
+
+    Examples: `feddd run`   `feddd run mnist-iid --rounds 50`   `feddd run my.toml --set strategy.feddd.budget=0.4`
+    """
+    from feddd.experiments.loading import load_experiment
+    from feddd.experiments.report import write_report
+    from feddd.experiments.running import run as run_experiment
+    from feddd.reporting import RunProgress, print_summary
+
+    given = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
+    loaded = load_experiment(experiment or "quickstart", overrides or (), given)
+    with RunProgress(loaded, hidden=quiet or as_json) as progress:
+        results = run_experiment(loaded, out, workers=workers, data_dir=data_dir, watch=progress)
+    report = write_report([results], results.path / "report.html")
+    if as_json:
+        _print_json({"folder": str(results.path), "report": str(report), **results.summary})
+    elif not quiet:
+        print_summary(results, report)
+
+
+@presets_app.callback()
+def presets(context: typer.Context, as_json: Json = False) -> None:
+    """List what can be run."""
+    if context.invoked_subcommand is not None:
+        return
+    from feddd.experiments.loading import presets as known
+
+    about = {name: _first_comment(text) for name, text in known().items()}
+    if as_json:
+        _print_json([{"name": name, "about": text} for name, text in about.items()])
+        return
+    width = max(map(len, about))
+    for name, text in about.items():
+        typer.echo(f"{name:<{width}}  {text}")
+
+
+@presets_app.command("show")
+def presets_show(name: str, as_json: Json = False) -> None:
+    """Print a preset's TOML, a start for a file of your own; --json prints it with every default filled in."""
+    from feddd.experiments.loading import load_experiment
+    from feddd.experiments.loading import presets as known
+
+    experiment = load_experiment(name)
+    if as_json:
+        _print_json(experiment.model_dump(mode="json", exclude_none=True))
+    else:
+        typer.echo(known().get(name) or experiment.to_toml(), nl=False)
+
+
+@app.command()
+def plan(
+    fleet: Annotated[
+        Path, typer.Argument(help="CSV: client, uplink_bits_per_s, downlink_bits_per_s, compute_seconds …")
+    ],
+    budget: Annotated[float, typer.Option(help="A: share of all parameters to be uploaded.")] = 0.6,
+    max_dropout: Annotated[float, typer.Option(help="D_max: no client drops more.")] = 0.8,
+    penalty: Annotated[float, typer.Option(help="Weight of the contribution, relative to the full round time.")] = 0.1,
+    model_bits: Annotated[
+        float | None, typer.Option(help="Model size where the file has none; default: the MLP's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a budget would cost a fleet: rates, round time and bytes, and the curve over budgets."""
+    from feddd.experiments.planning import plan_fleet
+    from feddd.reporting import print_plan
+
+    planned = plan_fleet(fleet, budget=budget, max_dropout=max_dropout, penalty=penalty, model_bits=model_bits)
+    if as_json:
+        _print_json(planned)
+    else:
+        print_plan(planned)
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of runs; several seeds of one experiment become bands.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and pictures; default: the (first) run's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make report.html and picture files from the tables of runs."""
+    from feddd.experiments.figures import write_figures
+    from feddd.experiments.report import write_report
+    from feddd.experiments.results import load_results
+
+    results = [load_results(folder) for folder in folders]
+    target = out or folders[0]
+    target.mkdir(parents=True, exist_ok=True)
+    page = write_report(results, target / "report.html")
+    pictures = write_figures(results, target / "figures")
+    if as_json:
+        _print_json({"report": str(page), "figures": [str(path) for path in pictures]})
+    else:
+        typer.echo(f"{page}\n{target / 'figures'}: {len(pictures)} pictures")
+
+
+@data_app.command("fetch")
+def data_fetch(
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist or cifar10.")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Bring a data set into the data folder, checked against its checksums."""
+    from feddd.world.fetching import fetch
+
+    folder = fetch(name, data_dir)
+    if as_json:
+        _print_json({"dataset": name, "folder": str(folder)})
+    else:
+        typer.echo(f"{name} is in {folder}")
+
+
+@data_app.command("show")
+def data_show(
+    experiment: Annotated[str, typer.Argument(help="A preset's name or a TOML file.")],
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Another split.")] = None,
+    out: Annotated[Path, typer.Option(help="Where to put the picture.")] = Path("partition.png"),
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Draw how an experiment spreads its data over the clients."""
+    from feddd.experiments.figures import partition_figure
+    from feddd.experiments.loading import load_experiment
+    from feddd.experiments.running import preview
+
+    loaded = load_experiment(experiment, overrides or (), {} if seed is None else {"seed": seed})
+    results = preview(loaded, data_dir)
+    partition_figure([results]).savefig(out, dpi=150)
+    table = results.tables["partition"]
+    if as_json:
+        _print_json({"picture": str(out), "partition": table.to_pylist()})
+        return
+    samples = [row["samples_sum"] for row in table.group_by("client").aggregate([("samples", "sum")]).to_pylist()]
+    typer.echo(
+        f"{loaded.data.dataset}, {loaded.data.partition}: {len(samples)} clients, {sum(samples)} samples, "
+        f"{min(samples)} to {max(samples)} each; picture: {out}"
+    )
+
+
+def _first_comment(text: str) -> str:
+    first = text.splitlines()[0] if text else ""
+    return first.removeprefix("#").strip()
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))

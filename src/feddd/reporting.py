@@ -1,0 +1,147 @@
+"""What the command line shows people: progress with time left, the summary after a run, a fleet's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from feddd.experiments.config import Experiment
+from feddd.experiments.results import Results
+from feddd.experiments.running import Progress as RoundDone
+
+
+class RunProgress:
+    """A bar over all rounds of a run; nothing where nobody watches."""
+
+    def __init__(self, experiment: Experiment, *, hidden: bool) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=hidden or not console.is_terminal,
+        )
+        total = experiment.rounds * len(experiment.strategy)
+        self._task = self._bar.add_task(experiment.name, total=total, state="starting")
+
+    def __enter__(self) -> RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: RoundDone) -> None:
+        """One more round is done."""
+        evaluation = done.record.evaluation
+        accuracy = f" {evaluation.accuracy:.1%}" if evaluation else ""
+        self._bar.update(self._task, advance=1, description=done.label, state=f"{accuracy:>6}")
+
+
+def print_summary(results: Results, report: Path) -> None:
+    """The table that a run ends with."""
+    targets = [float(target) for target in results.config["targets"]]
+    reached = [t for t in targets if any(_time(s, t)["seconds"] is not None for s in _strategies(results).values())]
+    table = Table(
+        title=f"{results.config['name']}: {results.config['rounds']} rounds, simulated time", title_justify="left"
+    )
+    for column in ("strategy", "accuracy", "best", "simulated", "up", "down"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for target in reached:
+        table.add_column(f"to {target:.0%}", justify="right")
+    for label, summary in _strategies(results).items():
+        table.add_row(
+            label,
+            _percent(summary["final_accuracy"]),
+            _percent(summary["best_accuracy"]),
+            duration(summary["clock_seconds"]),
+            size(summary["upload_bytes"]),
+            size(summary["download_bytes"]),
+            *(_time_cell(_time(summary, target)) for target in reached),
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"report: {report}", soft_wrap=True, highlight=False)
+
+
+def print_plan(planned: Mapping[str, Any]) -> None:
+    """A fleet's plan: totals, the rates (the slowest clients first), and the curve over budgets."""
+    console = Console()
+    saved = 1 - planned["round_seconds"] / planned["full_round_seconds"]
+    console.print(
+        f"{planned['clients_count']} clients at budget {planned['budget']:g}: "
+        f"{duration(planned['round_seconds'])} a round instead of {duration(planned['full_round_seconds'])} "
+        f"(−{saved:.0%}), {size(planned['upload_bytes'])} up instead of {size(planned['full_upload_bytes'])}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    rows = sorted(planned["clients"], key=lambda row: -row["dropout"])
+    rates = Table(title="dropout rates", title_justify="left")
+    for column in ("client", "dropout", "upload", "seconds"):
+        rates.add_column(column, justify="left" if column == "client" else "right")
+    shown = rows if len(rows) <= 20 else rows[:10] + rows[-10:]
+    for row in shown:
+        rates.add_row(row["client"], f"{row['dropout']:.3f}", size(row["upload_bytes"]), f"{row['seconds']:.1f}")
+    console.print(rates)
+    if len(rows) > len(shown):
+        console.print(f"({len(rows) - len(shown)} clients in between; --json has all)")
+    curve = Table(title="over budgets", title_justify="left")
+    for column in ("budget", "round", "upload a round", "mean dropout"):
+        curve.add_column(column, justify="right")
+    for point in planned["curve"]:
+        upload, seconds = size(point["upload_bytes"]), duration(point["round_seconds"])
+        curve.add_row(f"{point['budget']:.2f}", seconds, upload, f"{point['mean_dropout']:.2f}")
+    console.print(curve)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit a person would use."""
+    if seconds is None:
+        return "–"
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit a person would use."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _strategies(results: Results) -> Mapping[str, Any]:
+    strategies: Mapping[str, Any] = results.summary["strategies"]
+    return strategies
+
+
+def _time(summary: Mapping[str, Any], target: float) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(time for time in summary["time_to_accuracy"] if time["target"] == target)
+    return found
+
+
+def _time_cell(time: Mapping[str, Any]) -> str:
+    if time["seconds"] is None:
+        return "never"
+    ratio = time["ratio_to_fedavg"]
+    return duration(time["seconds"]) + (f" (×{ratio:.2f})" if ratio is not None else "")
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
