@@ -64,14 +64,15 @@ class Aggregator:
         weights = self._weights_of(table)
         for layer, own in zip(self._units.layers, table.layers, strict=True):
             kept = mask[own.name]
-            if not kept.any():
-                continue
             weights[own.name].add_(kept, alpha=weight)
+            chosen = None if bool(kept.all()) else kept.nonzero().squeeze(1)
             for slot, own_slot in zip(layer.slots, own.slots, strict=True):
                 rows = own_slot.rows(values[slot.name].detach())
                 target = prefix(slot.rows(self._views[slot.name]), rows.shape)
-                if bool(kept.all()):
+                if chosen is None:
                     target.add_(rows, alpha=weight)
+                elif own_slot.lead == 1:
+                    target.index_add_(0, chosen, rows.index_select(0, chosen).double(), alpha=weight)
                 else:
                     index = own_slot.index(kept)
                     target[index] += rows[index].double() * weight

@@ -155,10 +155,12 @@ class Units:
         parts = []
         for layer in self.layers:
             kept = mask[layer.name]
-            everything = bool(kept.all())
+            chosen = None if bool(kept.all()) else kept.nonzero().squeeze(1)
             for slot in layer.slots:
                 rows = slot.rows(params[slot.name].detach())
-                parts.append((rows if everything else rows[slot.index(kept)]).reshape(-1).float())
+                if chosen is not None:
+                    rows = rows.index_select(0, chosen) if slot.lead == 1 else rows[slot.index(kept)]
+                parts.append(rows.reshape(-1).float())
         if fixed:
             parts.extend(params[slot.name].detach().reshape(-1).float() for slot in self.fixed)
         return torch.cat(parts) if parts else torch.empty(0)
@@ -168,16 +170,17 @@ class Units:
         start = 0
         for layer in self.layers:
             kept = mask[layer.name]
-            count = int(kept.sum())
+            chosen = kept.nonzero().squeeze(1)
             for slot in layer.slots:
                 rows = slot.rows(params[slot.name])
-                index = slot.index(kept)
-                size = slot.elements // layer.units * count
+                size = slot.elements // layer.units * len(chosen)
                 part = values[start : start + size].to(rows.dtype)
-                if count == layer.units:
+                if len(chosen) == layer.units:
                     rows.copy_(part.reshape(rows.shape))
+                elif slot.lead == 1:
+                    rows.index_copy_(0, chosen, part.reshape(len(chosen), *rows.shape[1:]))
                 else:
-                    rows[index] = part.reshape(count, *rows.shape[slot.lead :])
+                    rows[slot.index(kept)] = part.reshape(len(chosen), *rows.shape[slot.lead :])
                 start += size
         for slot in self.fixed if fixed else ():
             params[slot.name].copy_(values[start])

@@ -116,11 +116,12 @@ class ModelSection(_Section):
 
 
 class TrainingSection(_Section):
-    """Local SGD."""
+    """Local SGD; trainer "auto" is replaced by the one that the model gets when a run resolves its config."""
 
     epochs: Count = 1
     batch_size: Count = 32
     learning_rate: Positive = 0.01
+    trainer: Literal["auto", "reference", "dense"] = "auto"
 
 
 class StrategySection(BaseModel):

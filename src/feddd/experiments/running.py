@@ -27,9 +27,10 @@ from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation, World
+from feddd.simulation.trainers import choose_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
-from feddd.world import datasets, fleets, partitions
+from feddd.world import datasets, fleets, models, partitions
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def run(
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}")
     world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
+    experiment = _resolved(experiment, world)
     strategies = {section.label: section.build() for section in experiment.strategy}
     with Simulation(world, workers=workers, wire=wire) as simulation:
         initial = start(simulation.initial, len(simulation.fleet))
@@ -109,9 +111,25 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
         alpha=0.5 if section.alpha is None else section.alpha,
     )
     parts = [chosen[part] for part in parts]
-    training = Training(**experiment.training.model_dump())
+    training = _training(experiment, data)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     return World(data, data_dir, parts, devices, experiment.model.name, training, seed)
+
+
+def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
+    """The settings, with the trainer that the model gets."""
+    given = experiment.training.model_dump()
+    model = models.build_seeded(experiment.model.name, data.train_images.shape[1:], data.classes, experiment.seed)
+    fitting = choose_trainer(model)
+    if given["trainer"] == "dense" != fitting:
+        raise InputError(f'training.trainer "dense" does not fit model {experiment.model.name!r}; use "reference"')
+    return Training(**given | ({"trainer": fitting} if given["trainer"] == "auto" else {}))
+
+
+def _resolved(experiment: Experiment, world: World) -> Experiment:
+    """The experiment with everything that was left to us written out."""
+    training = experiment.training.model_copy(update={"trainer": world.training.trainer})
+    return experiment.model_copy(update={"training": training})
 
 
 def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = None) -> Results:

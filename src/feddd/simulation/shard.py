@@ -6,7 +6,7 @@ coordinator adds the same numbers in the same order whatever the number of worke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from feddd.core.aggregation import Aggregator, Sums
 from feddd.core.payload import coverage_size, decode, encode, pack_mask, payload_size, unpack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
-from feddd.core.units import Mask, Units, units
-from feddd.simulation.training import Evaluation, Trained, Training, evaluate, train
+from feddd.core.units import Mask, Params, Units, units
+from feddd.simulation.trainers import make_trainer
+from feddd.simulation.training import Evaluation, Trained, Training, evaluate
 from feddd.strategies.client import Kept, complement, receive, report
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import datasets, models
@@ -73,6 +74,7 @@ class _Width:
     module: nn.Module
     units: Units
     coverage: Mapping[str, Tensor] | None
+    train: Callable[[Params, Tensor, Tensor, Training, np.random.Generator], Trained]
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Shard:
             module = models.build(spec.model, shape, data.classes, width)
             table = units(module)
             own = narrow_coverage(coverage, table) if coverage else None
-            self._widths[width] = _Width(module, table, own)
+            self._widths[width] = _Width(module, table, own, make_trainer(module, spec.training.trainer))
         self._label_coverage = {
             n: float(label_coverage(label_counts(labels.numpy(), [np.arange(len(labels))], self._classes))[0])
             for n, (_, labels) in self._data.items()
@@ -149,7 +151,7 @@ class Shard:
         before, download_bytes = self._download(task, global_model, width)
         images, labels = self._data[client]
         rng = stream(self.spec.seed, "batches", number, client)
-        trained = train(width.module, before, images, labels, self.spec.training, rng)
+        trained = width.train(before, images, labels, self.spec.training, rng)
         if not trained.finite:
             self._kept.pop(client, None)
             return Upload(client, status="diverged", samples=len(labels), download_bytes=download_bytes)
