@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import click
 import typer
 
-from feddd.errors import InputError
+from feddd.errors import InputError, RunError
+
+INTERRUPTED = 130  # what shells call a process ended by Ctrl-C
 
 app = typer.Typer(
     add_completion=False,
@@ -37,21 +39,19 @@ Overrides = Annotated[
 def main() -> None:
     """Run the command line; every expected failure is one line."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            _fail("interrupted; the rounds that were finished are in the run's folder", INTERRUPTED)
     except click.exceptions.Abort:
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except InputError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; what was finished is in the run's folder", 130)
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
         _fail(f"{named}{error.strerror or error}", 1)
-    except RuntimeError as error:
-        if type(error).__name__ != "EverybodyDiverged":
-            raise
+    except RunError as error:
         _fail(str(error), 1)
 
 

@@ -1,4 +1,7 @@
-"""The one error that means "your input", not "our bug"."""
+"""The errors that are no bugs: wrong input, and runs that cannot go on."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
@@ -6,3 +9,14 @@ class InputError(ValueError):
 
     The command line prints it as it is and exits with 2.
     """
+
+
+class RunError(RuntimeError):
+    """A run cannot go on, through no fault of its input; the message is one line. Exit code 1."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A hint for a wrong name: the closest right one, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(given, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"

@@ -60,6 +60,7 @@ class Aggregator:
         if not 0.0 < weight < float("inf"):
             raise ValueError(f"a client's weight must be positive and finite, not {weight}")
         table = self._units.fit(values)
+        _check_nested(table, self._units)
         table.check_mask(mask)
         weights = self._weights_of(table)
         for layer, own in zip(self._units.layers, table.layers, strict=True):
@@ -94,6 +95,12 @@ class Aggregator:
             if other._units.digest != self._units.digest:
                 raise ValueError("only aggregators of the same model can be merged")
             other = other.sums()
+        names = [slot.name for slot in self._units.slots]
+        named_alike = all([slot.name for slot in table.slots] == names for table, _ in other.weights)
+        if other.numerator.shape != self._sum.shape or not named_alike:
+            raise ValueError("only sums of the same model can be merged")
+        for table, _ in other.weights:
+            _check_nested(table, self._units)
         self._sum += torch.from_numpy(other.numerator)
         for table, per_layer in other.weights:
             weights = self._weights_of(table)
@@ -131,6 +138,13 @@ class Aggregator:
             zeros = {x.name: torch.zeros(x.units, dtype=torch.float64) for x in table.layers}
             self._weights[table.digest] = zeros
         return self._weights[table.digest]
+
+
+def _check_nested(narrow: Units, wide: Units) -> None:
+    """Refuse a table that reaches beyond the global model before anything of it is counted."""
+    for own, slot in zip(narrow.slots, wide.slots, strict=True):
+        if any(size > limit for size, limit in zip(own.shape, slot.shape, strict=True)):
+            raise ValueError(f"tensor {slot.name!r} of shape {own.shape} is no prefix of the global {slot.shape}")
 
 
 def _views(flat: Tensor, table: Units) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ then exactly inside the piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -68,7 +69,7 @@ def allocate(
     dropout = _solve_exactly(problem) if solver == "exact" else _solve_with_highs(problem)
     kept_seconds = problem.bits * problem.seconds_per_bit * (1.0 - dropout)
     round_seconds = float((problem.compute_seconds + kept_seconds).max())
-    lost = float(problem.contribution @ dropout)
+    lost = float((problem.contribution * dropout).sum())
     return Allocation(dropout, round_seconds, round_seconds + problem.penalty * lost)
 
 
@@ -128,13 +129,13 @@ def _problem(
 def _solve_exactly(problem: _Problem) -> Floats:
     # Clients in the order in which they give up parameters: least contribution per bit first.
     density = problem.contribution / problem.bits
-    order = np.argsort(density, kind="stable")
+    order = np.argsort(density)
     clients = _Sorted(
         bits=problem.bits[order],
         seconds=(problem.bits * problem.seconds_per_bit)[order],
         compute=problem.compute_seconds[order],
-        price=problem.penalty * density[order],
         density=density[order],
+        penalty=problem.penalty,
         dropped_bits=problem.dropped_bits,
         max_dropout=problem.max_dropout,
     )
@@ -150,21 +151,37 @@ class _Sorted:
     bits: Floats
     seconds: Floats  # U_n s_n: the full model's transfer
     compute: Floats
-    price: Floats  # δ re_n / U_n: what dropping a bit costs
     density: Floats  # re_n / U_n
+    penalty: float
     dropped_bits: float
     max_dropout: float
 
-    def least_rates(self, round_seconds: float) -> Floats:
-        """l_n(T): what client n must drop to finish within T."""
-        return np.clip(1.0 - (round_seconds - self.compute) / self.seconds, 0.0, self.max_dropout)
+    @cached_property
+    def finish(self) -> Floats:
+        """When each client would end with its full model."""
+        return self.compute + self.seconds
+
+    @cached_property
+    def speed(self) -> Floats:
+        """1 / s_n, bits a second."""
+        return self.bits / self.seconds
+
+    @cached_property
+    def price(self) -> Floats:
+        """δ re_n / U_n: what dropping a bit costs."""
+        return self.penalty * self.density
+
+    @cached_property
+    def bits_before(self) -> Floats:
+        """Σ_{i<j} U_i for j = 0 … N."""
+        return np.concatenate(([0.0], np.cumsum(self.bits)))
 
     def rates(self, round_seconds: float) -> Floats:
         """Least rates, then the rest of the budget from the cheapest clients on; equal prices share alike."""
-        least = self.least_rates(round_seconds)
+        least = np.clip(1.0 - (round_seconds - self.compute) / self.seconds, 0.0, self.max_dropout)
         room = self.bits * (self.max_dropout - least)
         filled = np.cumsum(room)
-        rest = self.dropped_bits - float(self.bits @ least)
+        rest = self.dropped_bits - float((self.bits * least).sum())
         if rest <= 0.0:
             return least
         marginal = min(int(np.searchsorted(filled, rest)), len(room) - 1)
@@ -181,59 +198,71 @@ class _Sorted:
         """The least T at which the least rates fit both D_max and the budget."""
         bound = float((self.compute + self.seconds * (1.0 - self.max_dropout)).max())
         # Σ max(0, U_n − (T − t_n)/s_n) = dropped bits; the clients with the latest full-model time come first.
-        finish = self.compute + self.seconds
-        late = np.argsort(-finish, kind="stable")
-        speed = (self.bits / self.seconds)[late]
+        late = np.argsort(-self.finish)
+        speed, finish = self.speed[late], self.finish[late]
         speeds = np.cumsum(speed)
         # Bits that the first k clients must drop when T is client k's finish; it grows with k.
-        forced = np.cumsum(speed * finish[late]) - speeds * finish[late]
+        forced = np.cumsum(speed * finish) - speeds * finish
         count = int(np.searchsorted(forced, self.dropped_bits, side="right"))
-        excess = float(speed[:count] @ finish[late][:count]) - self.dropped_bits
+        excess = float((speed[:count] * finish[:count]).sum()) - self.dropped_bits
         return max(bound, excess / float(speeds[count - 1]))
 
     def best_round_seconds(self) -> float:
         """The T of the optimum; of several the largest, which loses the least contribution."""
-        shortest = self.shortest_round_seconds()
-        finish = self.compute + self.seconds
-        corners = np.concatenate(([shortest], np.unique(finish[finish > shortest])))
+        best = self.shortest_round_seconds()
+        index = np.flatnonzero(self.finish > best)
+        late = _Late(index, self.price[index], self.speed[index], self.finish[index])
+        corners = np.concatenate(([best], np.unique(late.finish)))
         first, last = 0, len(corners) - 2
-        best = shortest
+        piece = 0  # often the shortest round is the best: look there before bisecting
         while first <= last:
-            piece = (first + last) // 2
             start, end = float(corners[piece]), float(corners[piece + 1])
-            best = self._best_inside(start, end)
+            best = self._best_inside(start, end, late)
             if best >= end:
                 first = piece + 1
             elif best <= start:
                 last = piece - 1
             else:
                 break
+            piece = (first + last) // 2
         return best
 
-    def _best_inside(self, start: float, end: float) -> float:
+    def _best_inside(self, start: float, end: float, late: _Late) -> float:
         """The best T of [start, end], in which no least rate reaches zero.
 
-        While client j is the one that fills up (cheaper ones are at D_max, dearer ones at their least rate), a longer
-        round lets the dearer ones drop less and j more: the objective's slope is 1 − Σ_{i>j} (price_i − price_j)/s_i
-        over the clients that T still forces to drop. It grows with j, and j grows with T.
+        While a client of price p fills up (cheaper ones are at D_max, dearer ones at their least rate), a longer
+        round lets the dearer ones drop less and this one more: the objective's slope is 1 − Σ (price_i − p)/s_i
+        over the dearer clients that T still forces to drop. It grows with p, and p grows with T.
         """
-        finish = self.compute + self.seconds
-        speed = np.where(finish > start, self.bits / self.seconds, 0.0)
-        speed_beyond = _sum_beyond(speed)
-        slope = 1.0 - (_sum_beyond(self.price * speed) - self.price * speed_beyond)
-        filling = int(np.argmax(slope > 0.0))
-        if filling == 0:
+        speed = np.where(late.finish > start, late.speed, 0.0)
+        speed_from, cost_from = _sum_from(speed), _sum_from(late.price * speed)
+        turn = int(np.argmax(cost_from - late.price * speed_from < 1.0))
+        dearer_speed = float(speed_from[turn])
+        turning_price = (float(cost_from[turn]) - 1.0) / dearer_speed
+        lowest, highest = int(late.index[turn - 1]) + 1 if turn else 0, int(late.index[turn])
+        full = lowest + int(np.searchsorted(self.price[lowest:highest], turning_price, side="right"))
+        if full == 0:
             return start
-        # T at which client filling − 1 is full: D_max Σ_{i≤j} U_i + Σ_{i>j} U_i l_i(T) is all that must be dropped.
-        full = filling - 1
-        kept_back = float(speed[filling:] @ finish[filling:])
-        kink = self.max_dropout * float(self.bits[:filling].sum()) + kept_back - self.dropped_bits
-        return min(max(kink / float(speed_beyond[full]), start), end)
+        # T at which the first `full` clients are full: D_max Σ U_i of them + Σ U_i l_i(T) of the rest is all to drop.
+        kept_back = float((speed[turn:] * late.finish[turn:]).sum())
+        kink = self.max_dropout * float(self.bits_before[full]) + kept_back - self.dropped_bits
+        return min(max(kink / dearer_speed, start), end)
 
 
-def _sum_beyond(values: Floats) -> Floats:
-    """Σ_{i>j} values_i for every j."""
-    return np.concatenate((np.cumsum(values[:0:-1])[::-1], [0.0]))
+@dataclass(frozen=True)
+class _Late:
+    """The clients that some T in question forces to drop, in the same order; the others never have to."""
+
+    index: NDArray[np.intp]
+    price: Floats
+    speed: Floats
+    finish: Floats
+
+
+def _sum_from(values: Floats) -> Floats:
+    """Σ_{i≥j} values_i for every j."""
+    sums: Floats = np.cumsum(values[::-1])[::-1]
+    return sums
 
 
 def _solve_with_highs(problem: _Problem) -> Floats:

@@ -48,6 +48,7 @@ def select(
     if selector == "random" and rng is None:
         raise ValueError('selector "random" needs rng, a numpy Generator')
     table = units_for(after, units)
+    _check_like(table, before, coverage)
     unknown = set(always_send) - {layer.name for layer in table.layers}
     if unknown:
         raise ValueError(f"always_send names no layer of the model: {', '.join(sorted(unknown))}")
@@ -72,6 +73,16 @@ def unit_scores(
     return {layer.name: SELECTORS[selector](layer, before, after, None) for layer in table.layers}
 
 
+def _check_like(table: Units, before: Params, coverage: Mapping[str, Tensor] | None) -> None:
+    if table.fit(before) is not table:
+        raise ValueError("the parameters before and after training must have the same shapes")
+    if coverage is None:
+        return
+    for layer in table.layers:
+        if layer.name not in coverage or coverage[layer.name].shape != (layer.units,):
+            raise ValueError(f"coverage needs one number for each of the {layer.units} units of layer {layer.name!r}")
+
+
 def _ranking(scores: Tensor, layer: Layer) -> Tensor:
     if not torch.isfinite(scores).all():
         raise ValueError(f"layer {layer.name!r} holds values that are not finite; its units cannot be ranked")
@@ -83,9 +94,9 @@ def _importance(layer: Layer, before: Params, after: Params, _rng: np.random.Gen
     slots = [slot for slot in layer.slots if not slot.buffer]
     old = [before[slot.name].detach().double() for slot in slots]
     elements = sum(tensor.numel() for tensor in old)
-    mean_square = sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in old) / max(elements, 1)
+    norm = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in old))
     # A layer that is all zeros has no scale of its own: any floor gives the same ranking there.
-    floor = WEIGHT_FLOOR * math.sqrt(mean_square) or 1.0
+    floor = WEIGHT_FLOOR * norm / math.sqrt(max(elements, 1)) or 1.0
     squares = torch.zeros(layer.units, dtype=torch.float64)
     for slot, weight in zip(slots, old, strict=True):
         new = after[slot.name].detach().double()

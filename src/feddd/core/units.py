@@ -203,6 +203,8 @@ class Units:
             shape = tuple(params[slot.name].shape)
             if len(shape) != len(slot.shape):
                 raise ValueError(f"tensor {slot.name!r} has {len(shape)} axes, the layer table says {len(slot.shape)}")
+            if shape and (0 in shape or shape[slot.axis] % slot.blocks or shape[0] % slot.groups):
+                raise ValueError(f"tensor {slot.name!r} of shape {shape} does not divide into units")
             return dataclasses.replace(slot, shape=shape)
 
         layers = []
@@ -211,7 +213,7 @@ class Units:
             if len({slot.units for slot in slots}) > 1:
                 raise ValueError(f"the tensors of layer {layer.name!r} disagree on how many units there are")
             layers.append(Layer(layer.name, slots[0].units, slots))
-        return dataclasses.replace(self, layers=tuple(layers))
+        return dataclasses.replace(self, layers=tuple(layers), fixed=tuple(resized(slot) for slot in self.fixed))
 
 
 def units(model: nn.Module | Params) -> Units:
@@ -300,7 +302,7 @@ def _slot(module: nn.Module, local: str, plain: Slot) -> Slot:
         if local.startswith("in_proj"):
             return dataclasses.replace(plain, blocks=3)
         return dataclasses.replace(plain, axis=2) if local in ("bias_k", "bias_v") else plain
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and not local.startswith("weight_hr"):
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and local.startswith(("weight_ih", "weight_hh", "bias_")):
         return dataclasses.replace(plain, blocks=plain.shape[0] // module.hidden_size)
     return plain
 
@@ -308,8 +310,8 @@ def _slot(module: nn.Module, local: str, plain: Slot) -> Slot:
 def _recurrent_suffix(name: str) -> str:
     """`weight_ih_l0_reverse` → `l0_reverse`: each depth and direction is a layer; a projection is one of its own."""
     local = name.rpartition(".")[2]
-    kind, suffix = local.split("_l", 1)
-    return f"l{suffix}" if kind != "weight_hr" else local
+    kind, _, suffix = local.partition("_l")
+    return f"l{suffix}" if kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") else local
 
 
 def _layers(prefix: str, slots: list[Slot], suffix: Callable[[str], str] | None = None) -> list[Layer]:

@@ -6,15 +6,14 @@ Unknown keys and wrong values are errors of one line that name the key and the n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
-from feddd.errors import InputError
+from feddd.errors import InputError, nearest
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
@@ -28,6 +27,7 @@ BUILT_IN: Mapping[str, type[FedDD | FedAvg | FedCS | Oort]] = {
     "fedcs": FedCS,
     "oort": Oort,
 }
+IMPORT_PATH = "package.module:function"
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -110,8 +110,7 @@ class ModelSection(_Section):
     @classmethod
     def _known(cls, value: str) -> str:
         if ":" not in value and value not in MODELS:
-            hint = nearest(value, MODELS, f"known are {', '.join(MODELS)} and package.module:function")
-            raise ValueError(f"unknown model {value!r}; {hint}")
+            raise ValueError(f"unknown model {value!r}; {nearest(value, (*MODELS, IMPORT_PATH))}")
         return value
 
 
@@ -146,8 +145,7 @@ class StrategySection(BaseModel):
         if ":" in name:
             return {"name": name, "label": label, **options}
         if name not in BUILT_IN:
-            hint = nearest(name, BUILT_IN, f"known are {', '.join(BUILT_IN)} and package.module:function")
-            raise ValueError(f"unknown strategy {name!r}; {hint}")
+            raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
         return {"name": name, "label": label, **dataclasses.asdict(construct(name, options))}
 
     @property
@@ -222,15 +220,14 @@ def explain(error: ValidationError, document: Mapping[str, Any], sections: type[
         section: Any = sections
         for part in place[:-1]:
             section = section.model_fields[part].annotation
-        known = section.model_fields
-        return f"unknown key {key}; {nearest(place[-1], known, 'known are ' + ', '.join(known))}"
+        return f"unknown key {key}; {nearest(place[-1], section.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("\n", " ")
+    if problem["type"] == "literal_error":
+        options = re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
+        return f"{key} cannot be {problem['input']!r}; {nearest(str(problem['input']), options)}"
     given = problem.get("input")
     ours = problem["type"] == "value_error"
     shown = f", not {given!r}" if not ours and isinstance(given, str | int | float | list | bool) else ""
-    if problem["type"] == "literal_error":
-        options = re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
-        shown += f"; {nearest(str(given), options, '')}".removesuffix("; ")
     return f"{key}: {message}{shown}" if key else f"{message}{shown}"
 
 
@@ -260,12 +257,6 @@ def construct(name: str, options: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         raise ValueError(explain(error, options, form)) from error
     return method(**{key: getattr(checked, key) for key in fields})
-
-
-def nearest(given: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint at the closest known name, or what to say if none is close."""
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def _without_none(value: Any) -> Any:

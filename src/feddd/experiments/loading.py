@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from feddd.errors import InputError
-from feddd.experiments.config import BUILT_IN, Experiment, nearest, parse_experiment
+from feddd.errors import InputError, nearest
+from feddd.experiments.config import BUILT_IN, Experiment, parse_experiment
 
 
 def presets() -> dict[str, str]:
@@ -49,8 +49,7 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except FileNotFoundError:
-        hint = nearest(str(path_or_name), known, "`feddd presets` lists the presets")
-        raise InputError(f"there is no preset or file {str(path_or_name)!r}; {hint}") from None
+        raise InputError(f"no preset or file {str(path_or_name)!r}; {nearest(str(path_or_name), known)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
 
@@ -83,8 +82,7 @@ def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -
     by_label = {str(table.get("label", table.get("name"))): table for table in tables}
     label, key = ".".join(parts[1:-1]), parts[-1]
     if label not in by_label:
-        hint = nearest(label, by_label, f"labels are {', '.join(by_label)}")
-        raise InputError(f"--set {override}: no strategy is labelled {label!r}; {hint}")
+        raise InputError(f"--set {override}: no strategy is labelled {label!r}; {nearest(label, by_label)}")
     return by_label[label], [key]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from feddd.core.streams import stream
 from feddd.errors import InputError
@@ -38,10 +40,7 @@ class Progress:
     """What a watcher is told after every round."""
 
     label: str
-    strategy: int
-    strategies: int
     record: RoundRecord
-    rounds: int
 
 
 def run(
@@ -78,16 +77,19 @@ def run(
         _write_text(folder / "config.toml", experiment.to_toml())
         _write_text(folder / "environment.json", _json(environment(experiment.seed)))
         tables.write_partition(_label_counts(world))
-        for number, (label, strategy) in enumerate(strategies.items()):
-            record = None
-            for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
-                tables.add(label, record)
-                if watch:
-                    watch(Progress(label, number, len(strategies), record, experiment.rounds))
-            tables.flush()
-            if record is not None:
-                weights = {name: tensor.contiguous() for name, tensor in record.state.model.items()}
-                write_atomically(folder / f"model-{label}.safetensors", safetensors.torch.save(_untied(weights)))
+        try:
+            for label, strategy in strategies.items():
+                for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
+                    tables.add(label, record)
+                    if watch:
+                        watch(Progress(label, record))
+                tables.flush()
+                _write_model(folder / f"model-{label}.safetensors", record.state.model)
+        except BaseException:
+            # Whatever stopped the run, the rounds that are done stay readable.
+            with contextlib.suppress(OSError):
+                tables.flush()
+            raise
     return _finish(folder)
 
 
@@ -119,7 +121,7 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
 def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
     """The settings, with the trainer that the model gets."""
     given = experiment.training.model_dump()
-    model = models.build_seeded(experiment.model.name, data.train_images.shape[1:], data.classes, experiment.seed)
+    model = models.build(experiment.model.name, data.train_images.shape[1:], data.classes)
     fitting = choose_trainer(model)
     if given["trainer"] == "dense" != fitting:
         raise InputError(f'training.trainer "dense" does not fit model {experiment.model.name!r}; use "reference"')
@@ -216,10 +218,13 @@ def _finish(folder: Path) -> Results:
     return dataclasses.replace(load_results(folder), summary=summary)
 
 
-def _untied(weights: dict[str, Any]) -> dict[str, Any]:
-    """Tied tensors once each: the format does not store shared memory twice."""
-    seen: dict[int, str] = {}
-    return {name: tensor for name, tensor in weights.items() if seen.setdefault(tensor.data_ptr(), name) == name}
+def _write_model(path: Path, model: Mapping[str, Tensor]) -> None:
+    """Save a global model; tied tensors once each, because the format does not share memory."""
+    first: dict[int, str] = {}
+    untied = {
+        name: t.contiguous() for name, t in model.items() if first.setdefault(t.data_ptr() or id(t), name) == name
+    }
+    write_atomically(path, safetensors.torch.save(untied))
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from feddd.errors import RunError
 from feddd.simulation.shard import Arrays, BlockResult, Shard, ShardSpec
 from feddd.simulation.training import Evaluation
 from feddd.strategies.protocol import Task
@@ -22,8 +23,12 @@ BLOCKS = 16
 """Clients are summed in at most so many blocks: results come in O(model), not O(clients × model)."""
 
 
-class WorkerError(RuntimeError):
-    """A worker process failed; the message holds what it said."""
+class WorkerDied(RunError):
+    """A worker process ended without being asked to."""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised an exception, which is a bug; the message holds its traceback."""
 
 
 class Worker(Protocol):
@@ -86,7 +91,7 @@ class ProcessWorker:
         except (EOFError, ConnectionError) as error:
             raise self._died() from error
         if problem:
-            raise WorkerError(problem)
+            raise WorkerFailed(problem)
         return result
 
     def close(self) -> None:
@@ -104,8 +109,8 @@ class ProcessWorker:
         except ConnectionError as error:
             raise self._died() from error
 
-    def _died(self) -> WorkerError:
-        return WorkerError(f"a worker process ended unexpectedly (exit code {self._process.wait()})")
+    def _died(self) -> WorkerDied:
+        return WorkerDied(f"a worker process ended unexpectedly (exit code {self._process.wait()})")
 
 
 class Engine:

@@ -20,6 +20,7 @@ from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import Units, units
+from feddd.errors import RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.shard import BlockResult, ShardSpec, to_arrays
 from feddd.simulation.training import Evaluation, Training
@@ -31,7 +32,7 @@ from feddd.world.fleets import Devices
 TEST_CHUNK = 1000
 
 
-class EverybodyDiverged(RuntimeError):
+class EverybodyDiverged(RunError):
     """No client of a round trained to finite numbers."""
 
 
@@ -83,7 +84,7 @@ class Simulation:
         self._world = world
         data = world.dataset
         shape = data.train_images.shape[1:]
-        module = models.build_seeded(world.model, shape, data.classes, world.seed)
+        module = models.build(world.model, shape, data.classes, seed=world.seed)
         models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)

@@ -30,7 +30,10 @@ def serve(connection: Connection) -> None:
                 result = getattr(shard, method)(*arguments)
             except Exception:
                 problem = traceback.format_exc()
-        connection.send((problem, result))
+        try:
+            connection.send((problem, result))
+        except ConnectionError:
+            return  # the coordinator left while this shard was working
 
 
 if __name__ == "__main__":

@@ -105,23 +105,18 @@ class Oort:
         self, state: ServerState, fleet: Fleet, rng: np.random.Generator, allowance: float
     ) -> list[int]:
         bits = fleet.droppable_bits
-        untried = np.flatnonzero(state.last_round == 0)
         utility = self.utility(state, fleet)
         explored = np.flatnonzero(~np.isnan(utility))
-        share = exploration(state.round + 1) if len(untried) else 0.0
-        if not len(explored):
-            share = 1.0
-        exploited: list[int] = []
-        if share < 1.0:
-            exploited = exploit(explored, utility[explored], bits, (1.0 - share) * allowance, rng)
-        left = allowance - float(bits[exploited].sum())
-        speed = 1.0 / fleet.full_seconds[untried]
-        fresh = fill_budget(_draw(untried, speed, rng), bits, left)
-        left -= float(bits[fresh].sum())
-        # Places that exploration cannot fill go to exploitation.
-        rest = np.setdiff1d(explored, exploited)
-        order = rest[np.argsort(-utility[rest], kind="stable")]
-        return exploited + fresh + fill_budget(order, bits, left)
+        # A client that never answered is as good as never tried; left out of both groups it would be blacklisted.
+        untried = np.flatnonzero(np.isnan(utility))
+        order = _draw(untried, 1.0 / fleet.full_seconds[untried], rng)
+        fresh = fill_budget(order, bits, exploration(state.round + 1) * allowance)
+        # Exploitation has its share and the places that the untried could not fill, and the other way round.
+        left = allowance - float(bits[fresh].sum())
+        exploited = exploit(explored, utility[explored], bits, left, rng)
+        left -= float(bits[exploited].sum())
+        more = fill_budget(order[~np.isin(order, fresh)], bits, left)
+        return exploited + fresh + more
 
 
 def clip(statistic: Floats) -> Floats:
@@ -145,16 +140,16 @@ def exploit(
 ) -> list[int]:
     """Sample in proportion to utility among the clients above 95 % of the cut-off utility.
 
-    The cut-off is the utility of the last client that a ranking by utility alone would take.
+    The cut-off is the utility of the last client that a ranking by utility alone would take. Where models differ in
+    size, a gap into which nobody of the pool fits goes down the ranking.
     """
     ranked = clients[np.argsort(-utility, kind="stable")]
     by_rank = fill_budget(ranked, bits, allowance)
     if not by_rank:
         return []
-    of = dict(zip(clients.tolist(), utility.tolist(), strict=True))
-    threshold = CUT_OFF * min(of[client] for client in by_rank)
-    pool = clients[utility >= threshold]
-    return fill_budget(_draw(pool, np.array([of[int(client)] for client in pool]), rng), bits, allowance)
+    above = utility >= CUT_OFF * utility[np.isin(clients, by_rank)].min()
+    drawn = _draw(clients[above], utility[above], rng)
+    return fill_budget([*drawn, *ranked[len(drawn) :]], bits, allowance)
 
 
 def pace(pacer: Pacer, number: int, gain: float) -> Pacer:

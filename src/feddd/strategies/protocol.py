@@ -7,6 +7,7 @@ business. So the same object drives the simulator and a deployment.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,7 +173,8 @@ def digest(
             losses[upload.client] = upload.train_loss
             statistics[upload.client] = upload.oort_statistic
             samples[upload.client] = upload.samples
-            label_coverage[upload.client] = upload.label_coverage
+            if not math.isnan(upload.label_coverage):  # told once
+                label_coverage[upload.client] = upload.label_coverage
     return dataclasses.replace(
         state,
         round=plan.round,

@@ -3,7 +3,6 @@
 Nothing is downloaded here: `feddd.world.fetching` brings a data set, this module only reads it.
 """
 
-import difflib
 import hashlib
 import io
 import lzma
@@ -19,7 +18,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from feddd.errors import InputError
+from feddd.errors import InputError, nearest
 
 CIFAR_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST_FILE = "test_batch.bin"
@@ -167,9 +166,7 @@ def spec_of(name: str) -> Spec:
     """How the named data set is stored; an unknown name is an error that suggests the nearest known one."""
     if name in SPECS:
         return SPECS[name]
-    near = difflib.get_close_matches(name.lower(), SPECS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InputError(f"unknown data set {name!r}: {hint}known are {', '.join(SPECS)}")
+    raise InputError(f"unknown data set {name!r}; {nearest(name.lower(), SPECS)}")
 
 
 def is_bundled(name: str) -> bool:

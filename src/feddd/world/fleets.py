@@ -86,22 +86,23 @@ class FleetFile:
 def read_csv(path: Path) -> FleetFile:
     """Read a fleet file; the first row that is wrong is named."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
+        # Spreadsheets put a byte order mark before the first column's name; "utf-8-sig" takes it away.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, row) for row in reader if row]
     except FileNotFoundError:
         raise InputError(f"there is no fleet file {path}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read the fleet file {path}: {error}") from error
-    rows = [row for row in rows if row]
-    if not rows:
+    if not lines:
         raise InputError(f"{path} is empty; it needs the columns {', '.join(REQUIRED)}")
-    header = [name.strip() for name in rows[0]]
+    header = [name.strip() for name in lines[0][1]]
     _check_header(path, header)
-    if len(rows) == 1:
+    if len(lines) == 1:
         raise InputError(f"{path} has a header but no clients")
     columns: dict[str, list[float]] = {name: [] for name in header if name != "client"}
     seen: dict[str, None] = {}
-    for number, row in enumerate(rows[1:], 2):
+    for number, row in lines[1:]:
         values = _check_row(f"{path}, row {number}", header, row)
         client = row[header.index("client")].strip()
         if client in seen:

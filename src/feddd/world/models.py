@@ -6,8 +6,8 @@ padding 1, so that the first linear layer fits a 32 × 32 input.
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from feddd.errors import InputError
+from feddd.errors import InputError, nearest
 
 MODELS = ("mlp", "cnn1", "cnn2", "heterogeneous-a", "heterogeneous-b")
 
@@ -45,38 +45,38 @@ def widths(name: str) -> int:
     return len(HETEROGENEOUS.get(name, (None,)))
 
 
-def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0) -> nn.Module:
-    """The network, with weights from torch's generator as it stands.
+def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *, seed: int = 0) -> nn.Module:
+    """The network, with initial weights that follow from the seed alone.
 
-    input_shape: [channels, height, width]    width: which sub-model
+    input_shape: [channels, height, width]    width: which sub-model, 0 being the global model
     """
+    # Layers initialise themselves from torch's global generator: lend it the seed and put it back.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _build(name, input_shape, classes, width)
+
+
+def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> nn.Module:
     if ":" in name:
-        model = import_object(name)()
+        make = import_object(name)
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise InputError(f"model {name!r} must be callable without arguments: {error}") from error
+        model = make()
         if not isinstance(model, nn.Module):
             raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
-    if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, n=1)
-        hint = (
-            f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(MODELS)} and package.module:function"
-        )
-        raise InputError(f"unknown model {name!r}{hint}")
     if name == "mlp":
         return _network(input_shape, (), (100, 64), classes, kernel=0, padding=0)
     if name == "cnn1":
         return _network(input_shape, (10, 20), (50,), classes, kernel=5, padding=0)
     if name == "cnn2":
         return _network(input_shape, (16, 32, 64), (500, 100), classes, kernel=3, padding=1)
-    channels, hidden = HETEROGENEOUS[name][width]
-    return _network(input_shape, channels, hidden, classes, kernel=3, padding=1)
-
-
-def build_seeded(name: str, input_shape: Sequence[int], classes: int, seed: int) -> nn.Module:
-    """The global model with initial weights that follow from the seed alone."""
-    # Layers initialise themselves from torch's global generator: lend it a seed and put it back.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return build(name, input_shape, classes)
+    if name in HETEROGENEOUS:
+        channels, hidden = HETEROGENEOUS[name][width]
+        return _network(input_shape, channels, hidden, classes, kernel=3, padding=1)
+    raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
 
 
 def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:
@@ -104,7 +104,7 @@ def import_object(path: str) -> Callable[..., Any]:
         sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         raise InputError(f"cannot import {path!r}: {error}") from error
     if not callable(found):
         raise InputError(f"{path!r} is not a function")

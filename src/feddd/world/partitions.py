@@ -3,13 +3,12 @@
 All kinds come down to one array, the owner of each sample ([M], −1 for a sample nobody gets).
 """
 
-import difflib
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from feddd.errors import InputError
+from feddd.errors import InputError, nearest
 
 KINDS = ("iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet")
 CLASSES_PER_CLIENT = 3
@@ -48,9 +47,7 @@ def partition(
     labels: [M], 0 … classes − 1
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind.lower(), KINDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"unknown partition {kind!r}: {hint}known are {', '.join(KINDS)}")
+        raise InputError(f"unknown partition {kind!r}; {nearest(kind.lower(), KINDS)}")
     _check_labels(labels, classes)
     by_class = [np.flatnonzero(labels == label) for label in range(classes)]
     if kind == "imbalanced":

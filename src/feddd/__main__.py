@@ -1,0 +1,5 @@
+"""``python -m feddd``: the command line."""
+
+from feddd.cli import main
+
+main()

@@ -1,0 +1,226 @@
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from feddd import FedAvg, FedCS, FedDD, Oort, payload_size
+from feddd.core.payload import coverage_size
+from feddd.core.units import units
+from feddd.errors import RunError
+from feddd.experiments.running import build_world
+from feddd.simulation.engine import BLOCKS, ProcessWorker, WorkerDied, WorkerFailed, assign_blocks, block_ranges
+from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
+from feddd.simulation.training import Training
+from feddd.world import datasets, models
+from feddd.world.fleets import Devices
+from worlds import experiment
+
+ALL = (FedDD(broadcast_every=3), FedAvg(), FedCS(), Oort())
+
+
+def records(world, strategy, rounds=4, **options):
+    with Simulation(world, **options) as simulation:
+        return list(simulation.run(strategy, rounds))
+
+
+def facts(record):
+    """What the tables hold of a round."""
+    rows = [dataclasses.astuple(row) for row in record.clients]
+    evaluation = (record.evaluation.loss_sum, record.evaluation.correct.tolist())
+    return (record.round, record.round_seconds, record.clock_seconds, rows, evaluation, record.mask_error)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build_world(experiment())
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=lambda s: type(s).__name__)
+def test_any_number_of_workers_gives_the_same_bits(world, strategy):
+    one = records(world, strategy, workers=1)
+    three = records(world, strategy, workers=3)
+    assert [facts(record) for record in one] == [facts(record) for record in three]
+    for name, tensor in one[-1].state.model.items():
+        assert torch.equal(tensor, three[-1].state.model[name])
+
+
+def test_the_same_seed_twice_gives_the_same_bits_and_another_seed_does_not(world):
+    first, second = (records(world, FedDD(), workers=1) for _ in range(2))
+    assert [facts(record) for record in first] == [facts(record) for record in second]
+    other = records(build_world(experiment(seed=1)), FedDD(), workers=1)
+    assert facts(first[-1]) != facts(other[-1])
+
+
+def test_sending_every_payload_for_real_changes_nothing(world):
+    measured = records(world, FedDD(broadcast_every=3), workers=1)
+    sent = records(world, FedDD(broadcast_every=3), workers=1, wire=True)
+    assert [facts(record) for record in measured] == [facts(record) for record in sent]
+
+
+def test_sending_for_real_changes_nothing_for_models_of_different_width(colour_world):
+    measured = records(colour_world, FedDD(), rounds=3, workers=1)
+    sent = records(colour_world, FedDD(), rounds=3, workers=1, wire=True)
+    assert [facts(record) for record in measured] == [facts(record) for record in sent]
+
+
+@pytest.fixture
+def colour_world(monkeypatch):
+    """Five clients, one of each width of heterogeneous-b, with a few random 32 × 32 colour images."""
+    rng = np.random.default_rng(0)
+    data = datasets.Dataset(
+        name="made",
+        train_images=rng.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8),
+        train_labels=np.arange(20) % 10,
+        test_images=rng.integers(0, 256, (10, 3, 32, 32), dtype=np.uint8),
+        test_labels=np.arange(10),
+        classes=10,
+    )
+    # Shards load their data by name.
+    monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
+    devices = Devices(np.linspace(1e4, 5e4, 5), np.linspace(2e5, 4e4, 5), np.ones(5))
+    parts = [np.arange(client, 20, 5) for client in range(5)]
+    return World(data, None, parts, devices, "heterogeneous-b", Training(batch_size=4), seed=0)
+
+
+def test_clients_share_the_widths_evenly_and_are_told_the_coverage_once(colour_world):
+    run = records(colour_world, FedDD(budget=0.5), rounds=3, workers=1)
+    for client, row in enumerate(run[0].clients):
+        table = units(models.build("heterogeneous-b", (3, 32, 32), 10, client))
+        zeros = {slot.name: torch.zeros(slot.shape) for slot in table.slots}
+        full = payload_size(table.full_mask(), zeros, units=table)
+        assert row.upload.upload_bytes == row.upload.download_bytes == full
+        # Round 2 downloads everything again (the mask was full) and, once, CR(k).
+        assert run[1].clients[client].upload.download_bytes == full + coverage_size(table)
+        assert run[2].clients[client].upload.download_bytes == run[1].clients[client].upload.upload_bytes
+    assert run[2].clients[0].dropout > 0
+
+
+def test_after_a_broadcast_and_in_rounds_one_and_two_the_download_is_full(world):
+    run = records(world, FedDD(broadcast_every=3), rounds=8, workers=1)
+    full = run[0].clients[0].upload.download_bytes
+    complete = [all(row.upload.download_bytes == full for row in record.clients) for record in run]
+    assert complete == [True, True, False, True, False, False, True, False]
+
+
+def test_what_a_client_downloads_is_what_it_uploaded_before(world):
+    run = records(world, FedDD(broadcast_every=0), rounds=5, workers=1)
+    for before, after in pairwise(run):
+        for sent, received in zip(before.clients, after.clients, strict=True):
+            assert received.upload.download_bytes == sent.upload.upload_bytes
+
+
+def test_the_clock_is_the_sum_of_the_slowest_clients(world):
+    total = 0.0
+    for record in records(world, FedDD(), workers=1):
+        slowest = 0.0
+        for row in record.clients:
+            client = row.upload.client
+            down = row.upload.download_bytes * 8 / world.devices.downlink_bits_per_s[client]
+            up = row.upload.upload_bytes * 8 / world.devices.uplink_bits_per_s[client]
+            slowest = max(slowest, down + world.devices.compute_seconds[client] + up)
+        total += slowest
+        assert record.round_seconds == pytest.approx(slowest, rel=1e-12)
+        assert record.clock_seconds == pytest.approx(total, rel=1e-12)
+
+
+def test_the_fleet_meets_its_budget_within_one_percent_from_round_two_on(world):
+    full = None
+    for record in records(world, FedDD(budget=0.6), rounds=5, workers=1):
+        sent = sum(row.upload.upload_bytes for row in record.clients)
+        full = full or sent
+        if record.round > 1:
+            assert sent / full == pytest.approx(0.6, rel=0.01)
+
+
+def test_with_no_dropout_feddd_is_fedavg_and_its_masks_make_no_error(world):
+    dropping_nothing = records(world, FedDD(budget=1.0), workers=1)
+    average = records(world, FedAvg(), workers=1)
+    for name, tensor in average[-1].state.model.items():
+        assert torch.equal(tensor, dropping_nothing[-1].state.model[name])
+    assert [record.mask_error for record in dropping_nothing] == [0.0] * 4
+
+
+def test_masks_make_an_error_when_something_is_dropped(world):
+    run = records(world, FedDD(), workers=1)
+    assert run[0].mask_error == 0.0
+    assert all(0.0 < record.mask_error < 1.0 for record in run[1:])
+
+
+def test_a_client_that_diverges_is_left_out_and_gets_the_full_model_next(world):
+    # One client with huge images: its loss explodes while the others train on.
+    from feddd.simulation import shard
+
+    victim = 3
+    load = shard._tensors
+    part = world.parts[victim]
+
+    def poisoned(images, labels, index):
+        pixels, targets = load(images, labels, index)
+        return (pixels * 1e30 if np.array_equal(index, part) else pixels), targets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "_tensors", poisoned)
+        run = records(world, FedDD(broadcast_every=0), rounds=4, workers=1)
+    clean = records(world, FedDD(broadcast_every=0), rounds=1, workers=1)
+    for record in run:
+        rows = {row.upload.client: row for row in record.clients}
+        assert rows[victim].upload.status == "diverged"
+        assert rows[victim].upload.upload_bytes == 0
+        assert rows[victim].upload.download_bytes == clean[0].clients[victim].upload.download_bytes
+        assert sum(row.upload.status == "ok" for row in rows.values()) == len(world.parts) - 1
+        assert all(torch.isfinite(tensor).all() for tensor in record.state.model.values())
+
+
+def test_when_everybody_diverges_the_run_stops_with_an_explanation():
+    wild = build_world(experiment(training={"learning_rate": 1e30, "epochs": 3}))
+    with pytest.raises(EverybodyDiverged, match=r"round 1 .* smaller learning rate than 1e\+30"):
+        records(wild, FedAvg(), workers=1)
+
+
+def test_a_new_strategy_starts_with_clients_that_remember_nothing(world):
+    with Simulation(world, workers=1) as simulation:
+        first = [facts(record) for record in simulation.run(FedDD(), 3)]
+        list(simulation.run(FedAvg(), 2))
+        assert [facts(record) for record in simulation.run(FedDD(), 3)] == first
+
+
+def test_rounds_without_evaluation_have_none_but_the_last_has(world):
+    with Simulation(world, workers=1) as simulation:
+        run = list(simulation.run(FedAvg(), 5, evaluate_every=2))
+    assert [record.evaluation is not None for record in run] == [False, True, False, True, True]
+
+
+def test_blocks_do_not_depend_on_workers_and_cover_everybody():
+    for clients in (1, 7, 16, 100, 1003):
+        blocks = block_ranges(clients)
+        assert [client for block in blocks for client in block] == list(range(clients))
+        assert len(blocks) == min(clients, BLOCKS)
+        assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+
+def test_blocks_are_spread_by_cost():
+    shares = assign_blocks([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
+    assert sorted(block for share in shares for block in share) == list(range(6))
+    assert [0] in shares
+
+
+def test_a_worker_that_dies_is_a_clear_error(world):
+    with Simulation(world, workers=2) as simulation:
+        run = simulation.run(FedAvg(), 3)
+        next(run)
+        worker = simulation._engine._workers[0]
+        assert isinstance(worker, ProcessWorker)
+        worker._process.kill()
+        with pytest.raises(WorkerDied, match="exit code -9") as caught:
+            next(run)
+    assert isinstance(caught.value, RunError)
+
+
+def test_a_worker_that_raises_says_what_and_where(world):
+    with Simulation(world, workers=2) as simulation:
+        worker = simulation._engine._workers[0]
+        worker.begin("train", "no such arguments")
+        with pytest.raises(WorkerFailed, match="TypeError"):
+            worker.finish()

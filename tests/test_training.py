@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from feddd.core.streams import stream
+from feddd.simulation.dense import dense_chain
+from feddd.simulation.trainers import choose_trainer, make_trainer
+from feddd.simulation.training import Evaluation, Training, batches, evaluate, train
+from feddd.world.models import build
+
+
+@pytest.fixture
+def client():
+    rng = np.random.default_rng(3)
+    images = torch.from_numpy(rng.random((45, 1, 28, 28), dtype=np.float32))
+    labels = torch.from_numpy(rng.integers(0, 10, 45))
+    model = build("mlp", (1, 28, 28), 10, seed=7)
+    return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}, images, labels
+
+
+def by_optimiser(model, before, images, labels, training, rng):
+    """Plain torch: an optimiser, a backward pass, the same batches."""
+    model.load_state_dict(before)
+    optimiser = torch.optim.SGD(model.parameters(), lr=training.learning_rate)
+    losses = []
+    rng.integers(2**63)
+    for index in batches(len(labels), training, rng):
+        each = functional.cross_entropy(model(images[index]), labels[index], reduction="none")
+        optimiser.zero_grad()
+        each.mean().backward()
+        optimiser.step()
+        losses.extend(each.tolist())
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, np.array(losses)
+
+
+@pytest.mark.parametrize("trainer", ["reference", "dense"])
+def test_trainers_agree_with_torch_optim(client, trainer):
+    model, before, images, labels = client
+    training = Training(epochs=2, batch_size=16, learning_rate=0.05)
+    expected, losses = by_optimiser(model, before, images, labels, training, stream(0, "x"))
+    trained = make_trainer(model, trainer)(before, images, labels, training, stream(0, "x"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(trained.after[name], tensor, rtol=1e-4, atol=1e-6)
+    assert trained.mean_loss == pytest.approx(losses.mean(), rel=1e-5)
+    assert trained.oort_statistic == pytest.approx(np.sqrt((losses**2).mean()), rel=1e-5)
+
+
+def test_the_mean_loss_counts_samples_not_batches(client):
+    model, before, images, labels = client
+    # 45 samples in batches of 32 and 13: with no learning the mean over samples is the loss of the model itself.
+    training = Training(batch_size=32, learning_rate=1e-30)
+    trained = train(model, before, images, labels, training, stream(0, "x"))
+    model.load_state_dict(before)
+    whole = functional.cross_entropy(model(images), labels).detach()
+    assert trained.mean_loss == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_every_epoch_sees_every_sample_once_in_a_new_order():
+    training = Training(epochs=3, batch_size=4)
+    seen = list(batches(10, training, stream(0, "x")))
+    assert [len(batch) for batch in seen] == [4, 4, 2] * 3
+    epochs = [np.concatenate(seen[3 * epoch : 3 * epoch + 3]) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_stochastic_layers_follow_the_clients_generator_and_leave_torchs_alone():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.Dropout(0.5), nn.Linear(32, 10))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    images, labels = torch.rand(20, 1, 28, 28), torch.arange(20) % 10
+    state = torch.random.get_rng_state()
+    runs = []
+    for address in (1, 1, 2):
+        after = train(model, before, images, labels, Training(learning_rate=0.1), stream(0, address)).after
+        runs.append({name: tensor.clone() for name, tensor in after.items()})
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in before)
+    assert not torch.equal(runs[0]["1.weight"], runs[2]["1.weight"])
+
+
+def test_divergence_is_noticed_in_loss_and_in_weights(client):
+    model, before, images, labels = client
+    wild = train(model, before, images, labels, Training(epochs=5, learning_rate=1e30), stream(0, "x"))
+    assert not wild.finite
+    fine = train(model, before, images, labels, Training(), stream(0, "x"))
+    assert fine.finite
+    fine.after["fc1.weight"][0, 0] = torch.inf
+    assert not fine.finite
+
+
+def test_which_trainer_a_model_gets_follows_from_its_layers():
+    assert choose_trainer(build("mlp", (1, 28, 28), 10)) == "dense"
+    assert choose_trainer(build("cnn1", (1, 28, 28), 10)) == "reference"
+    assert dense_chain(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))) is None
+    assert dense_chain(nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU(), nn.Linear(3, 2))) is None
+    with pytest.raises(ValueError, match="does not fit"):
+        make_trainer(build("cnn1", (1, 28, 28), 10), "dense")
+
+
+def test_evaluations_add_up_to_the_whole_and_know_their_classes(client):
+    model, before, images, labels = client
+    whole = evaluate(model, before, images, labels, 10)
+    parts = evaluate(model, before, images[:20], labels[:20], 10) + evaluate(
+        model, before, images[20:], labels[20:], 10
+    )
+    assert parts.accuracy == whole.accuracy
+    assert parts.loss == pytest.approx(whole.loss)
+    some = Evaluation(1.0, np.array([1, 0, 0]), np.array([2, 4, 0]))
+    assert some.accuracy == pytest.approx(1 / 6)
+    np.testing.assert_array_equal(some.class_accuracy, [0.5, 0.0, np.nan])
