@@ -20,7 +20,7 @@ SEED, CLIENTS, CLASSES, LAYERS = 0, 10, 10, ("fc1", "fc2", "fc3")
 EPOCHS, BATCH_SIZE, LEARNING_RATE = 1, 32, 0.05
 BUDGET, MAX_DROPOUT, PENALTY = 0.6, 0.8, 0.1  # A_server, D_max, δ relative to the full model's round time
 DATA = datasets.load("fashion-mnist-mini")
-PARTS = partitions.partition(DATA.train_labels[:4000], CLIENTS, "noniid-b", stream(SEED, "partition"), classes=CLASSES)
+PARTS = partitions.partition(DATA.train_labels[:2500], CLIENTS, "noniid-a", stream(SEED, "partition"), classes=CLASSES)
 UPLINK_BITS_PER_S = stream(SEED, "uplink").uniform(1e4, 5e4, CLIENTS)
 DOWNLINK_BITS_PER_S = stream(SEED, "downlink").uniform(4e4, 2e5, CLIENTS)
 COMPUTE_SECONDS = stream(SEED, "compute").uniform(0.1, 10.0, CLIENTS)
@@ -43,7 +43,7 @@ class Record:
 
 def run(rounds: int, broadcast_every: int = 5) -> list[Record]:
     """Algorithm 1; a round is charged for the download that was sent after the round before."""
-    images, tests = (torch.tensor(pixels).flatten(1) / 255 for pixels in (DATA.train_images, DATA.test_images))
+    images, tests = (torch.tensor(DATA.inputs(x)).flatten(1) for x in (DATA.train_images, DATA.test_images))
     labels, answers = torch.tensor(DATA.train_labels), torch.tensor(DATA.test_labels)
     samples = [len(part) for part in PARTS]
     shares = [[float((labels[part] == c).double().mean()) for c in range(CLASSES)] for part in PARTS]

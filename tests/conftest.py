@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+import rich.style  # noqa: F401 - draws from `random` when it is first imported: not inside a test, please
 import torch
 
 import feddd

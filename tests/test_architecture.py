@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experiments": {*BELOW_EXPERIMENTS, *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "cli", "reporting"}
+MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "reporting"}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],

@@ -116,7 +116,7 @@ def test_statistics_and_counters_do_not_enter_the_mask_error() -> None:
 
 
 def test_masks_and_means_of_two_clients_give_the_error_of_assumption_3() -> None:
-    # Two clients of equal weight hold (1, 3) and (3, 5); the second does not send its second unit: means (2, 4), (2, 3).
+    # Two clients of equal weight hold (1, 3) and (3, 5); the second keeps its 5 back: means (2, 4) and (2, 3).
     start = {"l.weight": torch.zeros(2, 1)}
     masked, full = feddd.Aggregator(start), feddd.Aggregator(start)
     for values, sent in (([1.0, 3.0], [True, True]), ([3.0, 5.0], [True, False])):

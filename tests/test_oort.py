@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -235,7 +235,7 @@ def test_the_parameter_budget_is_filled_and_never_exceeded_with_unequal_models(d
     sizes = data.draw(st.lists(st.sampled_from([3.0, 4.0, 7.0, 10.0]), min_size=clients, max_size=clients))
     known = data.draw(st.integers(0, clients))
     number = data.draw(st.integers(2, 120))
-    mode = data.draw(st.sampled_from(["published", "budget"]))
+    mode: Literal["published", "budget"] = data.draw(st.sampled_from(["published", "budget"]))
     fleet = fleet_of([1.0] * clients, bits=sizes, compute=[float(n) for n in range(clients)])
     strategy = Oort(budget=data.draw(st.floats(0.55, 1.0)), mode=mode)
     bits = np.array(sizes)
@@ -277,9 +277,9 @@ def test_budget_mode_counts_slowness_in_the_utility() -> None:
 
 def test_a_budget_below_every_model_is_refused() -> None:
     fleet = fleet_of([1.0] * 2)
-    for mode in ("published", "budget"):
+    for strategy in (Oort(0.3), Oort(0.3, mode="budget")):
         with pytest.raises(ValueError, match=r"budget 0\.3 is less than any client's model"):
-            picked(Oort(0.3, mode=mode), state_of(fleet), fleet)
+            picked(strategy, state_of(fleet), fleet)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_arbitrary_bytes_raise_only_payload_errors(data: bytes) -> None:
         feddd.decode(data, like, units=table)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 255)), max_size=3),
     cut=st.integers(-5, 40),

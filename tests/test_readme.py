@@ -32,7 +32,7 @@ def verbs() -> list[str]:
 
 
 def feddd(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-c", "from feddd.cli import main; main()", *arguments]
+    command = [sys.executable, "-m", "feddd", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{arguments}: {done.stderr}"
     return done.stdout

@@ -156,8 +156,8 @@ def test_a_client_that_diverges_is_left_out_and_gets_the_full_model_next(world):
     load = shard._tensors
     part = world.parts[victim]
 
-    def poisoned(images, labels, index):
-        pixels, targets = load(images, labels, index)
+    def poisoned(data, images, labels, index):
+        pixels, targets = load(data, images, labels, index)
         return (pixels * 1e30 if np.array_equal(index, part) else pixels), targets
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ ADDRESSES: list[tuple[str | int, ...]] = [
     (),
     ("batches",),
     ("selection",),
+    ("batches", 0),
     ("batches", 1),
     ("batches", 2),
     ("batches", 1, 2),
@@ -35,7 +36,12 @@ def test_different_addresses_and_seeds_give_different_numbers() -> None:
 
 
 def test_no_two_of_many_clients_and_rounds_share_a_stream() -> None:
-    draws = {stream(0, name, t, n).integers(2**63) for name in ("batches", "selection") for t in range(1, 40) for n in range(40)}
+    draws = {
+        stream(0, name, t, n).integers(2**63)
+        for name in ("batches", "selection")
+        for t in range(1, 40)
+        for n in range(40)
+    }
     assert len(draws) == 2 * 39 * 40
 
 

@@ -81,7 +81,7 @@ def test_a_slice_is_a_copy_with_the_first_units_of_every_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["heterogeneous-a", "heterogeneous-b"])
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 4])
 def test_a_narrow_network_computes_what_the_wide_one_does_with_its_extra_units_silent(name: str, width: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(width)

@@ -27,6 +27,10 @@ BUDGET_TOLERANCE = 1e-9
 """A budget may miss 1 − D_max by this much: 0.3 with max dropout 0.7 is meant to be feasible, though 1 − 0.7 > 0.3."""
 
 
+EQUAL = 1e-12
+"""Contributions per bit closer than this share are equal: rounding must not decide who drops."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """dropout: D_n [N]    round_seconds: T    objective: T + δ Σ re_n D_n."""
@@ -185,8 +189,8 @@ class _Sorted:
         if rest <= 0.0:
             return least
         marginal = min(int(np.searchsorted(filled, rest)), len(room) - 1)
-        first = int(np.searchsorted(self.density, self.density[marginal], side="left"))
-        last = int(np.searchsorted(self.density, self.density[marginal], side="right"))
+        first = int(np.searchsorted(self.density, self.density[marginal] * (1.0 - EQUAL), side="left"))
+        last = int(np.searchsorted(self.density, self.density[marginal] * (1.0 + EQUAL), side="right"))
         before = float(filled[first - 1]) if first else 0.0
         group = float(room[first:last].sum())
         share = min(max((rest - before) / group, 0.0), 1.0) if group > 0 else 0.0

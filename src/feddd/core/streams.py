@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 import numpy as np
 
 
 def stream(seed: int, *address: str | int) -> np.random.Generator:
     """The generator at this address of an experiment's seed, e.g. ``stream(0, "batches", round, client)``."""
-    words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in address]
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *words])))
+    text = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in address)))
+    entropy = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+    return np.random.Generator(np.random.PCG64(entropy))

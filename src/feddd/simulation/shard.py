@@ -88,9 +88,9 @@ class Shard:
         spec = self.spec
         data = datasets.load(spec.dataset, spec.data_dir, verify=False)
         self._classes = data.classes
-        self._data = {n: _tensors(data.train_images, data.train_labels, part) for n, part in spec.parts.items()}
+        self._data = {n: _tensors(data, data.train_images, data.train_labels, part) for n, part in spec.parts.items()}
         self._test = {
-            chunk: _tensors(data.test_images, data.test_labels, np.arange(*bounds))
+            chunk: _tensors(data, data.test_images, data.test_labels, np.arange(*bounds))
             for chunk, bounds in spec.test_chunks.items()
         }
         shape = data.train_images.shape[1:]
@@ -225,7 +225,8 @@ def _from_arrays(arrays: Arrays) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
-def _tensors(images: NDArray[np.uint8], labels: NDArray[np.int64], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Pixels in [0, 1] as float32, and labels."""
-    pixels = torch.from_numpy(np.asarray(images[index])).float().div_(255.0)
-    return pixels, torch.from_numpy(np.asarray(labels[index], dtype=np.int64))
+def _tensors(
+    data: datasets.Dataset, images: NDArray[np.uint8], labels: NDArray[np.int64], index: NDArray[np.int64]
+) -> tuple[Tensor, Tensor]:
+    """Some samples as a network takes them."""
+    return torch.from_numpy(data.inputs(images[index])), torch.from_numpy(np.asarray(labels[index], dtype=np.int64))

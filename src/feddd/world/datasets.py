@@ -32,6 +32,7 @@ class Dataset:
     """Images and labels, split into training and test; the arrays are read-only.
 
     images: [M, channels, height, width]    labels: [M], 0 … classes − 1
+    mean, deviation: of the training pixels in [0, 1], per channel
     """
 
     name: str
@@ -40,6 +41,14 @@ class Dataset:
     test_images: NDArray[np.uint8]
     test_labels: NDArray[np.int64]
     classes: int
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
+
+    def inputs(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """What a network sees of images: pixels in [0, 1], standardised per channel."""
+        mean, deviation = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.deviation))
+        standardised: NDArray[np.float32] = (images.astype(np.float32) / np.float32(255) - mean) / deviation
+        return standardised
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class Spec:
     train: int
     test: int
     sha256: Mapping[str, str]
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
     classes: int = 10
 
     @property
@@ -96,6 +107,8 @@ SPECS: dict[str, Spec] = {
             "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
             "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
         },
+        mean=(0.1307,),
+        deviation=(0.3081,),
     ),
     "fashion-mnist": Spec(
         folder="FashionMNIST/raw",
@@ -109,6 +122,8 @@ SPECS: dict[str, Spec] = {
             "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
             "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
         },
+        mean=(0.2860,),
+        deviation=(0.3530,),
     ),
     # These are the digests of the files in the authors' own cifar-10-binary.tar.gz.
     "cifar10": Spec(
@@ -125,6 +140,8 @@ SPECS: dict[str, Spec] = {
             "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
             "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
         },
+        mean=(0.4914, 0.4822, 0.4465),
+        deviation=(0.2470, 0.2435, 0.2616),
     ),
     # Ships with the package, compressed (tools/make_fashion_mnist_mini.py); the digests are of the unpacked files.
     _BUNDLED: Spec(
@@ -139,6 +156,8 @@ SPECS: dict[str, Spec] = {
             "t10k-images-idx3-ubyte": "15a92dd1e9b16ea361928086e77df4dfa890c255c00b5a8c8162c1040ce8eef1",
             "t10k-labels-idx1-ubyte": "234596aeb6eb48133ec99a62541f90bc0728c9559a681f1e0638037462458f2c",
         },
+        mean=(0.2860,),
+        deviation=(0.3530,),
     ),
 }
 DATASETS: tuple[str, ...] = tuple(SPECS)
@@ -158,8 +177,9 @@ def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> Dat
         raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
     if spec.storage == "cifar":
         train, test = _read_cifar(spec, folder, CIFAR_TRAIN_FILES), _read_cifar(spec, folder, (CIFAR_TEST_FILE,))
-        return Dataset(name, *train, *test, spec.classes)
-    return Dataset(name, *_map_idx(spec, folder, "train"), *_map_idx(spec, folder, "t10k"), spec.classes)
+        return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
+    train, test = (_map_idx(spec, folder, part) for part in ("train", "t10k"))
+    return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
 
 
 def spec_of(name: str) -> Spec:
@@ -254,7 +274,7 @@ def _load_bundled(name: str, spec: Spec) -> Dataset:
     labels = [np.frombuffer(content[f"{part}-labels-idx1-ubyte"], np.uint8, offset=8) for part in ("train", "t10k")]
     train_images, test_images = (pixels.reshape(-1, *spec.image_shape) for pixels in images)
     train_labels, test_labels = (_frozen(values.astype(np.int64)) for values in labels)
-    return Dataset(name, train_images, train_labels, test_images, test_labels, spec.classes)
+    return Dataset(name, train_images, train_labels, test_images, test_labels, spec.classes, spec.mean, spec.deviation)
 
 
 def _unpack(folder: Traversable, expected: StoredFile) -> bytes:
