@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import hypothesis
@@ -15,9 +12,6 @@ import pytest
 import rich.style  # noqa: F401 - draws from `random` when it is first imported: not inside a test, please
 import torch
 
-import feddd
-
-LIBRARY = str(Path(feddd.__file__).parent)
 
 # A busy machine must not fail a test; what an example costs is no property of the code.
 hypothesis.settings.register_profile("feddd", deadline=None)
@@ -49,40 +43,21 @@ def _skip_is_failure(report: Any, config: pytest.Config) -> Any:
     return report
 
 
-class TorchWatch:
-    """A profiler that compares torch's generator at every step from a test into the library and back.
-
-    The weights of a module that a test builds come from that generator too, so the test as a whole may move it.
-    """
-
-    def __init__(self) -> None:
-        self.touched: list[str] = []
-        self._outermost: FrameType | None = None
-        self._before = torch.random.get_rng_state()
-
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call":
-            if self._outermost is None and frame.f_code.co_filename.startswith(LIBRARY):
-                self._outermost, self._before = frame, torch.random.get_rng_state()
-        elif event == "return" and frame is self._outermost:
-            self._outermost = None
-            if not torch.equal(self._before, torch.random.get_rng_state()):
-                self.touched.append(f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}")
-
-
 @pytest.fixture(autouse=True)
-def library_leaves_the_global_generators_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+def global_generators_of_python_and_numpy_stay_where_they_are(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _python_and_numpy()
+    yield
     # Hypothesis seeds these two itself and puts them back in its own time.
     ours = not hypothesis.is_hypothesis_test(request.function)
-    before = _python_and_numpy() if ours else None
-    watch = TorchWatch()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-    assert watch.touched == [], "these library calls moved torch's global generator"
     assert not ours or _python_and_numpy() == before, "the global generator of random or numpy was moved"
+
+
+@pytest.fixture
+def torchs_generator_stays_where_it_is() -> Iterator[None]:
+    """For tests that let the library do everything; one that builds a module of its own moves the generator itself."""
+    before = torch.random.get_rng_state()
+    yield
+    assert torch.equal(torch.random.get_rng_state(), before), "torch's global generator was moved"
 
 
 def _python_and_numpy() -> tuple[object, ...]:

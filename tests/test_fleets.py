@@ -100,7 +100,7 @@ def test_drawn_shannon_rates_lie_between_the_worst_and_the_best_link() -> None:
 
 
 def test_gain_and_noise_are_drawn_independently() -> None:
-    fixed = {"bandwidth_hz": 1.0, "power_w": 1.0, "gain": (1.0, 2.0), "noise_w": (1.0, 2.0)}
+    fixed: dict[str, Any] = {"bandwidth_hz": 1.0, "power_w": 1.0, "gain": (1.0, 2.0), "noise_w": (1.0, 2.0)}
     devices = draw(0, SAMPLES, cpu_hz=1e9, cycles_per_sample=1e6, shannon=fixed)
     assert np.std(devices.uplink_bits_per_s) > 0.05  # were they the same draw, every rate would be log2(1 + 1) = 1
 

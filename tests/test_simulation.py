@@ -17,6 +17,8 @@ from feddd.world import datasets, models
 from feddd.world.fleets import Devices
 from worlds import experiment
 
+pytestmark = pytest.mark.usefixtures("torchs_generator_stays_where_it_is")
+
 ALL = (FedDD(broadcast_every=3), FedAvg(), FedCS(), Oort())
 
 
