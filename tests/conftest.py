@@ -12,7 +12,6 @@ import pytest
 import rich.style  # noqa: F401 - draws from `random` when it is first imported: not inside a test, please
 import torch
 
-
 # A busy machine must not fail a test; what an example costs is no property of the code.
 hypothesis.settings.register_profile("feddd", deadline=None)
 hypothesis.settings.load_profile("feddd")

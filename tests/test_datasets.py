@@ -191,12 +191,12 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(wrong: str, near: str) -> None:
-    with pytest.raises(InputError, match=f"unknown data set '{wrong}': did you mean {near}"):
+    with pytest.raises(InputError, match=f"unknown data set '{wrong}'; did you mean {near}"):
         load(wrong)
 
 
 def test_a_name_like_none_lists_all() -> None:
-    with pytest.raises(InputError, match="'zzz': known are mnist, fashion-mnist, cifar10, fashion-mnist-mini"):
+    with pytest.raises(InputError, match="'zzz'; known are mnist, fashion-mnist, cifar10, fashion-mnist-mini"):
         load("zzz")
     assert datasets.DATASETS == ("mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini")
 

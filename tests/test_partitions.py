@@ -173,7 +173,7 @@ def test_ten_thousand_clients_are_served_in_two_seconds(kind: str) -> None:
         (101, "iid", {}, "101 clients cannot share 100 samples"),
         (5, "noniid_b", {}, "did you mean 'noniid-b'"),
         (5, "NonIID-a", {}, "did you mean 'noniid-a'"),
-        (5, "zzz", {}, "unknown partition 'zzz': known are iid"),
+        (5, "zzz", {}, "unknown partition 'zzz'; known are iid"),
         (5, "noniid-b", {"classes_per_client": 11}, "between 1 and 10"),
         (5, "imbalanced", {"classes_per_client": 0}, "between 1 and 10"),
         (5, "dirichlet", {"alpha": 0.0}, "finite number above 0"),

@@ -127,6 +127,14 @@ def test_the_clock_is_the_sum_of_the_slowest_clients(world):
         assert record.clock_seconds == pytest.approx(total, rel=1e-12)
 
 
+def test_compute_time_counts_every_sample_of_every_epoch(world):
+    twice = build_world(experiment(training={"epochs": 2}))
+    np.testing.assert_allclose(twice.devices.compute_seconds, 2 * world.devices.compute_seconds)
+    per_sample = world.devices.compute_seconds / [len(part) for part in world.parts]
+    assert (per_sample >= 1e6 / 1e10).all()
+    assert (per_sample <= 1e7 / 1e9).all()
+
+
 def test_the_fleet_meets_its_budget_within_one_percent_from_round_two_on(world):
     full = None
     for record in records(world, FedDD(budget=0.6), rounds=5, workers=1):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import click
 import typer
 
+from feddd import __version__
 from feddd.errors import InputError, RunError
 
 INTERRUPTED = 130  # what shells call a process ended by Ctrl-C
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Federated learning over slow, unequal links: FedDD, FedAvg, FedCS and Oort on a byte-true simulator.",
+    invoke_without_command=True,
     epilog="Start with `feddd run`: four methods on 100 unequal clients, in about a minute, without a download.",
 )
 presets_app = typer.Typer(help="What can be run, and its TOML.", invoke_without_command=True)
@@ -34,6 +35,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. training.epochs=3, strategy.feddd.budget=0.4."),
 ]
+
+
+@app.callback()
+def feddd(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Federated learning over slow, unequal links: FedDD, FedAvg, FedCS and Oort on a byte-true simulator."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def main() -> None:
@@ -83,7 +94,6 @@ def run(
     Examples: `feddd run`   `feddd run mnist-iid --rounds 50`   `feddd run my.toml --set strategy.feddd.budget=0.4`
     """
     from feddd.experiments.loading import load_experiment
-    from feddd.experiments.report import write_report
     from feddd.experiments.running import run as run_experiment
     from feddd.reporting import RunProgress, print_summary
 
@@ -91,11 +101,10 @@ def run(
     loaded = load_experiment(experiment or "quickstart", overrides or (), given)
     with RunProgress(loaded, hidden=quiet or as_json) as progress:
         results = run_experiment(loaded, out, workers=workers, data_dir=data_dir, watch=progress)
-    report = write_report([results], results.path / "report.html")
     if as_json:
-        _print_json({"folder": str(results.path), "report": str(report), **results.summary})
+        _print_json({"folder": str(results.path), **results.summary})
     elif not quiet:
-        print_summary(results, report)
+        print_summary(results)
 
 
 @presets_app.callback()

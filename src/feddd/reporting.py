@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,7 +50,7 @@ class RunProgress:
         self._bar.update(self._task, advance=1, description=done.label, state=f"{accuracy:>6}")
 
 
-def print_summary(results: Results, report: Path) -> None:
+def print_summary(results: Results) -> None:
     """The table that a run ends with."""
     targets = [float(target) for target in results.config["targets"]]
     reached = [t for t in targets if any(_time(s, t)["seconds"] is not None for s in _strategies(results).values())]
@@ -74,7 +73,11 @@ def print_summary(results: Results, report: Path) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(f"report: {report}", soft_wrap=True, highlight=False)
+    missed = [target for target in targets if target not in reached]
+    if missed:
+        names = ", ".join(f"{target:.0%}" for target in missed)
+        console.print(f"No strategy reached {names}.", highlight=False)
+    console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False)
 
 
 def print_plan(planned: Mapping[str, Any]) -> None:
@@ -83,7 +86,7 @@ def print_plan(planned: Mapping[str, Any]) -> None:
     saved = 1 - planned["round_seconds"] / planned["full_round_seconds"]
     console.print(
         f"{planned['clients_count']} clients at budget {planned['budget']:g}: "
-        f"{duration(planned['round_seconds'])} a round instead of {duration(planned['full_round_seconds'])} "
+        f"{planned['round_seconds']:.1f} s a round instead of {planned['full_round_seconds']:.1f} s "
         f"(−{saved:.0%}), {size(planned['upload_bytes'])} up instead of {size(planned['full_upload_bytes'])}",
         soft_wrap=True,
         highlight=False,
@@ -102,9 +105,17 @@ def print_plan(planned: Mapping[str, Any]) -> None:
     for column in ("budget", "round", "upload a round", "mean dropout"):
         curve.add_column(column, justify="right")
     for point in planned["curve"]:
-        upload, seconds = size(point["upload_bytes"]), duration(point["round_seconds"])
+        upload, seconds = size(point["upload_bytes"]), f"{point['round_seconds']:.1f} s"
         curve.add_row(f"{point['budget']:.2f}", seconds, upload, f"{point['mean_dropout']:.2f}")
     console.print(curve)
+    shortest = planned["curve"][0]["round_seconds"]
+    if sum(point["round_seconds"] <= shortest * (1 + 1e-9) for point in planned["curve"]) > 1:
+        console.print(
+            f"No budget gets below {shortest:.1f} s: the slowest client needs it even at max_dropout "
+            f"{planned['max_dropout']:g}.",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def duration(seconds: float | None) -> str:

@@ -25,6 +25,7 @@ from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, FleetSection
 from feddd.experiments.loading import load_experiment
+from feddd.experiments.report import write_report
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
@@ -52,7 +53,7 @@ def run(
     watch: Callable[[Progress], None] | None = None,
     wire: bool = False,
 ) -> Results:
-    """Simulate every strategy of an experiment and leave tables, models and a summary in `out`.
+    """Simulate every strategy of an experiment and leave tables, models, a summary and report.html in `out`.
 
     out: a new or empty folder (default: runs/NAME-TIMESTAMP)    workers: processes (default: one per core)
     watch: called after every round    wire: really encode and decode every payload
@@ -213,9 +214,12 @@ def _label_counts(world: World) -> NDArray[np.int64]:
 
 
 def _finish(folder: Path) -> Results:
-    summary = summarise(load_results(folder))
-    _write_text(folder / "summary.json", _json(summary))
-    return dataclasses.replace(load_results(folder), summary=summary)
+    """Sum up and draw what the tables say."""
+    tables = load_results(folder)
+    results = dataclasses.replace(tables, summary=summarise(tables))
+    _write_text(folder / "summary.json", _json(results.summary))
+    write_report([results], folder / "report.html")
+    return results
 
 
 def _write_model(path: Path, model: Mapping[str, Tensor]) -> None:
