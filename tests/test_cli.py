@@ -140,7 +140,7 @@ WRONG = [
     (["run", "tiny.toml", "--set", "model.name=narrow:net"], "labels need (10,)"),
     (["run", "tiny.toml", "--set", "fleet.file=missing.csv"], "no fleet file"),
     (["run", "tiny.toml", "--set", "strategy.feddd.always_send=['fc9']"], "no layer 'fc9'"),
-    (["run", "tiny.toml", "--set", "training.trainer=dense", "--set", "model.name=cnn1"], "does not fit"),
+    (["run", "tiny.toml", "--set", "training.trainer=stacked", "--set", "model.name=wide:net"], "does not fit"),
     (["run", "tiny.toml", "--workers", "0"], "workers"),
     (["run", "tiny.toml", "--rounds", "0"], "rounds"),
     (["run", "tiny.toml", "--rounds", "x"], "--rounds"),
@@ -164,6 +164,9 @@ def test_wrong_input_is_one_line_on_stderr_and_exit_code_2(arguments, expected, 
     (tmp_path / "bad.csv").write_text(FLEET.replace("middle,2e4", "middle,0"))
     (tmp_path / "narrow.py").write_text(
         "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 9))\n"
+    )
+    (tmp_path / "wide.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(784, 10))\n"
     )
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.chdir(tmp_path)

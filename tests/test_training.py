@@ -5,9 +5,9 @@ from torch import nn
 from torch.nn import functional
 
 from feddd.core.streams import stream
-from feddd.simulation.dense import dense_chain
+from feddd.simulation.stacked import chain, train_stacked
 from feddd.simulation.trainers import choose_trainer, make_trainer
-from feddd.simulation.training import Evaluation, Training, batches, evaluate, train
+from feddd.simulation.training import Evaluation, Start, Training, batches, evaluate, train
 from feddd.world.models import build
 
 
@@ -35,23 +35,46 @@ def by_optimiser(model, before, images, labels, training, rng):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, np.array(losses)
 
 
-@pytest.mark.parametrize("trainer", ["reference", "dense"])
-def test_trainers_agree_with_torch_optim(client, trainer):
-    model, before, images, labels = client
+@pytest.mark.parametrize("trainer", ["reference", "channels_last", "stacked"])
+@pytest.mark.parametrize("name", ["mlp", "cnn1"])
+def test_trainers_agree_with_torch_optim(name, trainer):
+    model = build(name, (1, 28, 28), 10, seed=7)
+    rng = np.random.default_rng(3)
     training = Training(epochs=2, batch_size=16, learning_rate=0.05)
-    expected, losses = by_optimiser(model, before, images, labels, training, stream(0, "x"))
-    trained = make_trainer(model, trainer)(before, images, labels, training, stream(0, "x"))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(trained.after[name], tensor, rtol=1e-4, atol=1e-6)
-    assert trained.mean_loss == pytest.approx(losses.mean(), rel=1e-5)
-    assert trained.oort_statistic == pytest.approx(np.sqrt((losses**2).mean()), rel=1e-5)
+    starts, expected = [], []
+    # Different sizes: some clients have fewer batches, all have a short last one.
+    for client, samples in enumerate((45, 7, 70, 33)):
+        before = {name: tensor + 0.01 * client for name, tensor in build(name, (1, 28, 28), 10).state_dict().items()}
+        images = torch.from_numpy(rng.random((samples, 1, 28, 28), dtype=np.float32))
+        labels = torch.from_numpy(rng.integers(0, 10, samples))
+        expected.append(by_optimiser(model, before, images, labels, training, stream(0, client)))
+        starts.append(Start(before, images, labels, stream(0, client)))
+    trained_clients = make_trainer(model, trainer)(iter(starts), training)
+    for start, (given, trained), (after, losses) in zip(starts, trained_clients, expected, strict=True):
+        assert given.before is start.before
+        for key, tensor in after.items():
+            torch.testing.assert_close(trained.after[key], tensor, rtol=1e-4, atol=2e-6)
+        assert trained.mean_loss == pytest.approx(losses.mean(), rel=1e-5)
+        assert trained.oort_statistic == pytest.approx(np.sqrt((losses**2).mean()), rel=1e-5)
+
+
+def test_a_stack_gives_each_client_the_same_bits_in_whatever_stack_of_its_size_it_is(client):
+    model, before, images, labels = client
+    network = chain(model)
+    training = Training(batch_size=16)
+    alike = [Start(before, images, labels, stream(0, number)) for number in (1, 2, 3)]
+    first = train_stacked(network, alike, training)
+    again = train_stacked(network, [Start(before, images, labels, stream(0, n)) for n in (3, 1, 2)], training)
+    assert torch.equal(first[0].after["fc1.weight"], again[1].after["fc1.weight"])
+    assert torch.equal(first[2].after["fc1.weight"], again[0].after["fc1.weight"])
+    assert not torch.equal(first[0].after["fc1.weight"], first[1].after["fc1.weight"])
 
 
 def test_the_mean_loss_counts_samples_not_batches(client):
     model, before, images, labels = client
     # 45 samples in batches of 32 and 13: with no learning the mean over samples is the loss of the model itself.
     training = Training(batch_size=32, learning_rate=1e-30)
-    trained = train(model, before, images, labels, training, stream(0, "x"))
+    trained = train(model, Start(before, images, labels, stream(0, "x")), training)
     model.load_state_dict(before)
     whole = functional.cross_entropy(model(images), labels).detach()
     assert trained.mean_loss == pytest.approx(float(whole), rel=1e-6)
@@ -73,7 +96,7 @@ def test_stochastic_layers_follow_the_clients_generator_and_leave_torchs_alone()
     state = torch.random.get_rng_state()
     runs = []
     for address in (1, 1, 2):
-        after = train(model, before, images, labels, Training(learning_rate=0.1), stream(0, address)).after
+        after = train(model, Start(before, images, labels, stream(0, address)), Training(learning_rate=0.1)).after
         runs.append({name: tensor.clone() for name, tensor in after.items()})
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in before)
@@ -82,21 +105,24 @@ def test_stochastic_layers_follow_the_clients_generator_and_leave_torchs_alone()
 
 def test_divergence_is_noticed_in_loss_and_in_weights(client):
     model, before, images, labels = client
-    wild = train(model, before, images, labels, Training(epochs=5, learning_rate=1e30), stream(0, "x"))
+    wild = train(model, Start(before, images, labels, stream(0, "x")), Training(epochs=5, learning_rate=1e30))
     assert not wild.finite
-    fine = train(model, before, images, labels, Training(), stream(0, "x"))
+    fine = train(model, Start(before, images, labels, stream(0, "x")), Training())
     assert fine.finite
     fine.after["fc1.weight"][0, 0] = torch.inf
     assert not fine.finite
 
 
 def test_which_trainer_a_model_gets_follows_from_its_layers():
-    assert choose_trainer(build("mlp", (1, 28, 28), 10)) == "dense"
-    assert choose_trainer(build("cnn1", (1, 28, 28), 10)) == "reference"
-    assert dense_chain(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))) is None
-    assert dense_chain(nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU(), nn.Linear(3, 2))) is None
+    assert choose_trainer(build("mlp", (1, 28, 28), 10)) == "stacked"
+    assert choose_trainer(build("cnn1", (1, 28, 28), 10)) == "stacked"
+    assert choose_trainer(build("cnn2", (3, 32, 32), 10)) == "channels_last"
+    assert choose_trainer(nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.Dropout())) == "reference"
+    assert chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))) is None
+    assert chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3, bias=False))) is None
+    assert chain(nn.Linear(4, 3)) is None
     with pytest.raises(ValueError, match="does not fit"):
-        make_trainer(build("cnn1", (1, 28, 28), 10), "dense")
+        make_trainer(nn.Linear(4, 3), "stacked")
 
 
 def test_evaluations_add_up_to_the_whole_and_know_their_classes(client):

@@ -120,7 +120,7 @@ class TrainingSection(_Section):
     epochs: Count = 1
     batch_size: Count = 32
     learning_rate: Positive = 0.01
-    trainer: Literal["auto", "reference", "dense"] = "auto"
+    trainer: Literal["auto", "reference", "channels_last", "stacked"] = "auto"
 
 
 class StrategySection(BaseModel):

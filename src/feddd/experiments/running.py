@@ -30,7 +30,7 @@ from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation, World
-from feddd.simulation.trainers import choose_trainer
+from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
 from feddd.world import datasets, fleets, models, partitions
@@ -123,10 +123,13 @@ def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
     """The settings, with the trainer that the model gets."""
     given = experiment.training.model_dump()
     model = models.build(experiment.model.name, data.train_images.shape[1:], data.classes)
-    fitting = choose_trainer(model)
-    if given["trainer"] == "dense" != fitting:
-        raise InputError(f'training.trainer "dense" does not fit model {experiment.model.name!r}; use "reference"')
-    return Training(**given | ({"trainer": fitting} if given["trainer"] == "auto" else {}))
+    if given["trainer"] == "auto":
+        given["trainer"] = choose_trainer(model)
+    try:
+        make_trainer(model, given["trainer"])
+    except ValueError as error:
+        raise InputError(f"training.trainer, model {experiment.model.name!r}: {error}") from error
+    return Training(**given)
 
 
 def _resolved(experiment: Experiment, world: World) -> Experiment:

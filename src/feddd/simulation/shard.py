@@ -6,7 +6,7 @@ coordinator adds the same numbers in the same order whatever the number of worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,9 @@ from feddd.core.aggregation import Aggregator, Sums
 from feddd.core.payload import coverage_size, decode, encode, pack_mask, payload_size, unpack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
-from feddd.core.units import Mask, Params, Units, units
-from feddd.simulation.trainers import make_trainer
-from feddd.simulation.training import Evaluation, Trained, Training, evaluate
+from feddd.core.units import Mask, Units, units
+from feddd.simulation.trainers import Train, make_trainer
+from feddd.simulation.training import Evaluation, Start, Trained, Training, evaluate
 from feddd.strategies.client import Kept, complement, receive, report
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import datasets, models
@@ -74,7 +74,7 @@ class _Width:
     module: nn.Module
     units: Units
     coverage: Mapping[str, Tensor] | None
-    train: Callable[[Params, Tensor, Tensor, Training, np.random.Generator], Trained]
+    train: Train
 
 
 @dataclass
@@ -133,42 +133,47 @@ class Shard:
         table = self._widths[0].units
         sent = Aggregator(global_model, units=table)
         dropped = Aggregator(global_model, units=table)
-        uploads = [self._train_client(number, task, global_model, sent, dropped) for task in tasks]
+        uploads: list[Upload] = []
+        for width in sorted({self.spec.widths[task.client] for task in tasks}):
+            mine = [task for task in tasks if self.spec.widths[task.client] == width]
+            uploads += self._train_width(number, mine, self._widths[width], global_model, sent, dropped)
         nothing_dropped = all(task.dropout == 0.0 for task in tasks)
         return BlockResult(block, tuple(uploads), sent.sums(), None if nothing_dropped else dropped.sums())
 
-    def _train_client(
+    def _train_width(
         self,
         number: int,
-        task: Task,
+        tasks: Sequence[Task],
+        width: _Width,
         global_model: Mapping[str, Tensor],
         sent: Aggregator,
         dropped: Aggregator,
-    ) -> Upload:
-        """The client half of a round; what it sends and what it does not goes straight into the sums."""
-        client = task.client
-        width = self._widths[self.spec.widths[client]]
-        before, download_bytes = self._download(task, global_model, width)
-        images, labels = self._data[client]
-        rng = stream(self.spec.seed, "batches", number, client)
-        trained = width.train(before, images, labels, self.spec.training, rng)
-        if not trained.finite:
-            self._kept.pop(client, None)
-            return Upload(client, status="diverged", samples=len(labels), download_bytes=download_bytes)
-        mask, kept = report(
-            before,
-            trained.after,
-            task,
-            width.units,
-            rng=stream(self.spec.seed, "selection", number, client),
-            coverage=width.coverage,
-        )
-        self._kept[client] = kept
-        values, upload_bytes = self._transfer(trained.after, mask, width.units)
-        sent.add(values, mask, float(len(labels)))
-        if task.dropout > 0.0:
-            dropped.add(trained.after, complement(mask), float(len(labels)))
-        return self._upload(client, trained, mask, width.units, upload_bytes, download_bytes)
+    ) -> Iterator[Upload]:
+        """The client half of a round for clients of one width; what they send and drop goes straight into the sums."""
+        download_bytes: list[int] = []
+
+        def starts() -> Iterator[Start]:
+            for task in tasks:
+                before, size = self._download(task, global_model, width)
+                download_bytes.append(size)
+                yield Start(before, *self._data[task.client], stream(self.spec.seed, "batches", number, task.client))
+
+        trained_clients = width.train(starts(), self.spec.training)
+        for place, (task, (start, trained)) in enumerate(zip(tasks, trained_clients, strict=True)):
+            client, samples = task.client, len(start.labels)
+            if not trained.finite:
+                self._kept.pop(client, None)
+                yield Upload(client, status="diverged", samples=samples, download_bytes=download_bytes[place])
+                continue
+            rng = stream(self.spec.seed, "selection", number, client)
+            mask, self._kept[client] = report(
+                start.before, trained.after, task, width.units, rng=rng, coverage=width.coverage
+            )
+            values, upload_bytes = self._transfer(trained.after, mask, width.units)
+            sent.add(values, mask, float(samples))
+            if task.dropout > 0.0:
+                dropped.add(trained.after, complement(mask), float(samples))
+            yield self._upload(client, trained, mask, width.units, upload_bytes, download_bytes[place])
 
     def _download(self, task: Task, global_model: Mapping[str, Tensor], width: _Width) -> tuple[dict[str, Tensor], int]:
         """What the client holds after the download, and what the download costs."""

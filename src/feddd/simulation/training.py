@@ -17,12 +17,22 @@ from feddd.core.units import Params
 
 @dataclass(frozen=True)
 class Training:
-    """How clients train: SGD for so many epochs, by the reference loop or (for models it knows) the dense one."""
+    """How clients train: SGD for so many epochs, by the trainer of this name."""
 
     epochs: int = 1
     batch_size: int = 32
     learning_rate: float = 0.01
     trainer: str = "reference"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A client about to train: W, its data ([samples, channels, height, width] and [samples]) and its generator."""
+
+    before: Params
+    images: Tensor
+    labels: Tensor
+    rng: np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,12 @@ class Trained:
     after: dict[str, Tensor]
     mean_loss: float
     oort_statistic: float
+
+    @classmethod
+    def from_losses(cls, after: dict[str, Tensor], sample_losses: Tensor) -> Trained:
+        """With the statistics of the losses of all samples processed."""
+        losses = sample_losses.double()
+        return cls(after, float(losses.mean()), float(losses.square().mean().sqrt()))
 
     @property
     def finite(self) -> bool:
@@ -54,40 +70,25 @@ def batches(samples: int, training: Training, rng: np.random.Generator) -> Itera
             yield order[start : start + training.batch_size]
 
 
-def train(
-    model: nn.Module,
-    before: Params,
-    images: Tensor,
-    labels: Tensor,
-    training: Training,
-    rng: np.random.Generator,
-) -> Trained:
-    """Step 1 of a round: start from W, run the configured epochs on the client's own data.
-
-    images: [samples, channels, height, width]    labels: [samples]    rng: the client's batch order in this round
-    """
+def train(model: nn.Module, start: Start, training: Training) -> Trained:
+    """Step 1 of a round: start from W, run the configured epochs on the client's own data."""
     model.train()
-    model.load_state_dict(before)
+    model.load_state_dict(start.before)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(rng.integers(2**63)))
-        for index in batches(len(labels), training, rng):
+        torch.default_generator.manual_seed(int(start.rng.integers(2**63)))
+        for index in batches(len(start.labels), training, start.rng):
             chosen = torch.from_numpy(index)
-            losses = functional.cross_entropy(model(images[chosen]), labels[chosen], reduction="none")
+            losses = functional.cross_entropy(model(start.images[chosen]), start.labels[chosen], reduction="none")
             gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
                         parameter.add_(gradient, alpha=-training.learning_rate)
             sample_losses.append(losses.detach())
-    all_losses = torch.cat(sample_losses).double()
-    return Trained(
-        after=model.state_dict(),
-        mean_loss=float(all_losses.mean()),
-        oort_statistic=float(all_losses.square().mean().sqrt()),
-    )
+    return Trained.from_losses(model.state_dict(), torch.cat(sample_losses))
 
 
 @dataclass(frozen=True)

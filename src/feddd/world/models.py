@@ -120,7 +120,7 @@ def _network(
     kernel: int,
     padding: int,
 ) -> nn.Module:
-    """Convolutions, each with ReLU and 2 × 2 pooling, then linear layers with ReLU between."""
+    """Convolutions, each with 2 × 2 pooling and ReLU, then linear layers with ReLU between."""
     inputs, height, width = input_shape
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, outputs in enumerate(channels, 1):
@@ -128,8 +128,9 @@ def _network(
         if height < 1 or width < 1:
             raise InputError(f"images of shape {tuple(input_shape)} are too small for {len(channels)} convolutions")
         layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, kernel, padding=padding)
-        layers[f"relu_conv{number}"] = nn.ReLU()
+        # The maximum of rectified values is the rectified maximum: pooling first leaves a quarter of them to rectify.
         layers[f"pool{number}"] = nn.MaxPool2d(2)
+        layers[f"relu_conv{number}"] = nn.ReLU()
         inputs = outputs
     layers["flatten"] = nn.Flatten()
     inputs = inputs * height * width
