@@ -11,7 +11,7 @@ import pytest
 
 from feddd.errors import InputError
 from feddd.world import datasets
-from feddd.world.datasets import Spec, load
+from feddd.world.datasets import Dataset, Spec, load
 
 REAL_DATA = os.environ.get("FEDDD_DATA")  # read before the fixture below takes it away
 REAL_SPECS = dict(datasets.SPECS)
@@ -276,3 +276,20 @@ def test_the_tool_makes_the_bundle_from_the_real_data(tmp_path: Path, monkeypatc
     for name, digest in datasets.SPECS["fashion-mnist-mini"].sha256.items():
         # The unpacked content: another version of liblzma may pack it differently.
         assert hashlib.sha256(lzma.decompress((tmp_path / f"{name}.xz").read_bytes())).hexdigest() == digest
+
+
+def test_inputs_are_pixels_standardised_per_channel():
+    images = np.stack([np.full((2, 2), 51, np.uint8), np.full((2, 2), 255, np.uint8)])[None]
+    data = Dataset("made", images, np.zeros(1, np.int64), images, np.zeros(1, np.int64), 1, (0.2, 0.5), (0.1, 0.25))
+    inputs = data.inputs(images)
+    assert inputs.dtype == np.float32
+    np.testing.assert_allclose(inputs[0, 0], 0.0, atol=1e-6)
+    np.testing.assert_allclose(inputs[0, 1], 2.0, atol=1e-6)
+
+
+def test_the_stated_mean_and_deviation_are_those_of_the_bundled_images_source():
+    data = load("fashion-mnist-mini")
+    inputs = data.inputs(data.train_images)
+    # The constants are of the full data set; a sixth of it comes close.
+    assert abs(float(inputs.mean())) < 0.02
+    assert abs(float(inputs.std()) - 1) < 0.02

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -177,3 +178,9 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"model 'mine' cannot take inputs of shape \(3, 32, 32\)") as caught:
         check_fit(build("mlp", GREY, 10), torch.zeros(2, *COLOUR), 10, "mine")
     assert "\n" not in str(caught.value)
+
+
+def test_pooling_and_relu_may_change_places() -> None:
+    images = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
+    pool = torch.nn.functional.max_pool2d
+    assert torch.equal(pool(images.relu(), 2), pool(images, 2).relu())
