@@ -1,9 +1,12 @@
 import dataclasses
+import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from feddd import FedAvg, FedCS, FedDD, Oort, payload_size
 from feddd.core.payload import coverage_size
@@ -11,6 +14,7 @@ from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
 from feddd.simulation.engine import BLOCKS, ProcessWorker, WorkerDied, WorkerFailed, assign_blocks, block_ranges
+from feddd.simulation.reduction import reduce_tree
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
 from feddd.simulation.training import Training
 from feddd.world import datasets, models
@@ -210,10 +214,38 @@ def test_blocks_do_not_depend_on_workers_and_cover_everybody():
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
+@given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=16), workers=st.integers(1, 20))
+def test_workers_get_neighbouring_blocks_and_nobody_goes_without(costs, workers):
+    shares = assign_blocks(costs, workers)
+    assert len(shares) == min(workers, len(costs))
+    assert [block for share in shares for block in share] == list(range(len(costs)))
+    assert all(shares)
+
+
 def test_blocks_are_spread_by_cost():
-    shares = assign_blocks([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
-    assert sorted(block for share in shares for block in share) == list(range(6))
-    assert [0] in shares
+    assert assign_blocks([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert assign_blocks([1.0] * 16, 2) == [list(range(8)), list(range(8, 16))]
+
+
+@given(leaves=st.integers(1, 40), data=st.data())
+def test_the_tree_adds_in_the_same_order_however_the_leaves_are_shared(leaves, data):
+    def merge(left, right):
+        return f"({left}+{right})"
+
+    whole = reduce_tree({(0, leaf): str(leaf) for leaf in range(leaves)}, leaves, merge)
+    owners = data.draw(st.lists(st.integers(0, 3), min_size=leaves, max_size=leaves))
+    parts = {}
+    for worker in range(4):
+        mine = {(0, leaf): str(leaf) for leaf in range(leaves) if owners[leaf] == worker}
+        parts |= reduce_tree(mine, leaves, merge)
+    assert reduce_tree(parts, leaves, merge) == whole
+    assert len(whole) == 1
+    assert sorted(map(int, re.findall(r"\d+", next(iter(whole.values()))))) == list(range(leaves))
+
+
+def test_a_worker_that_owns_half_of_the_blocks_sends_one_sum():
+    mine = {(0, leaf): 1 for leaf in range(8, 16)}
+    assert reduce_tree(mine, 16, int.__add__) == {(3, 1): 8}
 
 
 def test_a_worker_that_dies_is_a_clear_error(world):

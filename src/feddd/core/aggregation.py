@@ -26,6 +26,20 @@ class Sums:
     total_weight: float
 
 
+def add_sums(left: Sums, right: Sums) -> Sums:
+    """Both together; the left one's arrays are used up."""
+    numerator = left.numerator
+    numerator += right.numerator
+    weights = {table.digest: (table, dict(per_layer)) for table, per_layer in left.weights}
+    for table, per_layer in right.weights:
+        if table.digest in weights:
+            own = weights[table.digest][1]
+            weights[table.digest] = table, {name: own[name] + added for name, added in per_layer.items()}
+        else:
+            weights[table.digest] = table, dict(per_layer)
+    return Sums(numerator, tuple(weights.values()), left.total_weight + right.total_weight)
+
+
 class Aggregator:
     """Numerator and denominator of the masked mean; memory does not depend on how many clients are added.
 

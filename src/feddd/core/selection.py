@@ -92,7 +92,7 @@ def _ranking(scores: Tensor, layer: Layer) -> Tensor:
 def _importance(layer: Layer, before: Params, after: Params, _rng: np.random.Generator | None) -> Tensor:
     """I(k) = ‖ΔW ⊙ Ŵ ⊘ W‖₂ over all parameters of unit k (Eq. 20), in float64, with |W| floored."""
     slots = [slot for slot in layer.slots if not slot.buffer]
-    old = [before[slot.name].detach().double() for slot in slots]
+    old = [before[slot.name].detach().to(torch.float64, copy=True) for slot in slots]
     elements = sum(tensor.numel() for tensor in old)
     norm = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in old))
     # A layer that is all zeros has no scale of its own: any floor gives the same ranking there.
@@ -100,8 +100,8 @@ def _importance(layer: Layer, before: Params, after: Params, _rng: np.random.Gen
     squares = torch.zeros(layer.units, dtype=torch.float64)
     for slot, weight in zip(slots, old, strict=True):
         new = after[slot.name].detach().double()
-        size = weight.abs().clamp_(min=floor)
-        ratio = new.sub(weight).mul_(new).div_(size)  # the norm below does not see W's sign
+        ratio = new.sub(weight).mul_(new)
+        ratio.div_(weight.abs_().clamp_(min=floor))  # the norm below does not see W's sign
         squares += _row_norms(slot.rows(ratio), slot.lead) ** 2
     return squares.sqrt_()
 

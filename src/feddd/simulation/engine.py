@@ -15,12 +15,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from feddd.errors import RunError
-from feddd.simulation.shard import Arrays, BlockResult, Shard, ShardSpec
+from feddd.simulation.reduction import reduce_tree
+from feddd.simulation.shard import Arrays, Shard, ShardResult, ShardSpec, merge_partials
 from feddd.simulation.training import Evaluation
 from feddd.strategies.protocol import Task
 
 BLOCKS = 16
-"""Clients are summed in at most so many blocks: results come in O(model), not O(clients × model)."""
+"""Clients are summed in at most so many blocks; so many workers can share a round."""
+
+
+# One thread each; and memory that is freed stays with the process: a round frees and takes the same megabytes for every
+# client, and handing them back to the system and zeroing them anew cost more than scoring the units.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
 
 
 class WorkerDied(RunError):
@@ -71,7 +82,7 @@ class ProcessWorker:
 
     def __init__(self, spec: ShardSpec) -> None:
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | _WORKER_ENVIRONMENT
         command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -114,12 +125,13 @@ class ProcessWorker:
 
 
 class Engine:
-    """Spreads blocks of clients over workers and brings their answers back in block order."""
+    """Spreads blocks of clients over workers and puts their answers together."""
 
     def __init__(self, specs: Sequence[ShardSpec], *, in_process: bool) -> None:
         self._owner = {
             client: worker for worker, spec in enumerate(specs) for block in spec.blocks.values() for client in block
         }
+        self._block_count = specs[0].block_count
         self._workers: list[Worker] = []
         try:
             for spec in specs:
@@ -145,13 +157,15 @@ class Engine:
         """Forget all kept state."""
         self._call("reset", [()] * len(self._workers))
 
-    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> list[BlockResult]:
-        """One round; results in block order."""
+    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
+        """One round: all uploads in client order, and the sums of all blocks."""
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
             mine[self._owner[task.client]].append(task)
-        answers = self._call("train", [(number, batch, model) for batch in mine])
-        return sorted((result for answer in answers for result in answer), key=lambda result: result.block)
+        answers: list[ShardResult] = self._call("train", [(number, batch, model) for batch in mine])
+        uploads = sorted((upload for answer in answers for upload in answer.uploads), key=lambda upload: upload.client)
+        partials = {node: partial for answer in answers for node, partial in answer.partials.items()}
+        return ShardResult(tuple(uploads), reduce_tree(partials, self._block_count, merge_partials))
 
     def evaluate(self, model: Arrays) -> Evaluation:
         """The global model on the whole test set, summed in chunk order."""
@@ -176,11 +190,16 @@ def block_ranges(clients: int) -> list[range]:
 
 
 def assign_blocks(costs: Sequence[float], workers: int) -> list[list[int]]:
-    """Blocks for each worker: the dearest block first, to whoever has least so far."""
-    shares: list[list[int]] = [[] for _ in range(workers)]
-    loads = [0.0] * workers
-    for block in sorted(range(len(costs)), key=lambda block: -costs[block]):
-        worker = loads.index(min(loads))
-        shares[worker].append(block)
-        loads[worker] += costs[block]
-    return [sorted(share) for share in shares]
+    """Neighbouring blocks for each worker, about equally dear; neighbours merge into few sums."""
+    shares: list[list[int]] = []
+    start, remaining = 0, sum(costs)
+    for waiting in range(min(workers, len(costs)) - 1, -1, -1):
+        target = remaining / (waiting + 1)
+        end, taken = start + 1, costs[start]
+        # Take the next block if most of it fits and everyone who waits still gets one.
+        while end < len(costs) - waiting and (not waiting or taken + costs[end] / 2 <= target):
+            taken += costs[end]
+            end += 1
+        shares.append(list(range(start, end)))
+        start, remaining = end, remaining - taken
+    return shares

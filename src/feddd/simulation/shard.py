@@ -1,7 +1,8 @@
 """A shard: some clients with their data and kept state, trained in one thread; the unit of parallelism.
 
-Clients are grouped in fixed blocks. A shard owns whole blocks and returns one partial sum per block, so that the
-coordinator adds the same numbers in the same order whatever the number of workers.
+Clients are grouped in fixed blocks. A shard owns whole blocks and returns partial sums of them, so that traffic to the
+coordinator is O(model), not O(clients × model), and the same numbers are added in the same order by any number of
+workers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from feddd.core.aggregation import Aggregator, Sums
+from feddd.core.aggregation import Aggregator, Sums, add_sums
 from feddd.core.payload import coverage_size, decode, encode, pack_mask, payload_size, unpack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
+from feddd.simulation.reduction import Node, reduce_tree
 from feddd.simulation.trainers import Train, make_trainer
 from feddd.simulation.training import Evaluation, Start, Trained, Training, evaluate
 from feddd.strategies.client import Kept, complement, receive, report
@@ -35,7 +37,8 @@ Arrays = Mapping[str, NDArray[np.generic]]
 class ShardSpec:
     """All that a shard needs to build itself, small enough to send.
 
-    blocks: block number → its clients    parts: client → its sample numbers    widths: client → its sub-model
+    blocks: block number → its clients; there are block_count in all
+    parts: client → its sample numbers    widths: client → its sub-model
     test_chunks: chunk number → (start, end) of the test samples it evaluates
     coverage: CR(k) per layer of the global model, None if all models are equal
     wire: send every payload through encode and decode instead of only charging its size
@@ -46,6 +49,7 @@ class ShardSpec:
     model: str
     seed: int
     training: Training
+    block_count: int
     blocks: Mapping[int, Sequence[int]]
     parts: Mapping[int, NDArray[np.int64]]
     widths: Mapping[int, int]
@@ -55,16 +59,19 @@ class ShardSpec:
 
 
 @dataclass(frozen=True)
-class BlockResult:
-    """One block's round: what its clients reported, and their partial sums.
+class Partial:
+    """Partial sums of some blocks: of what was sent, and of what was not (for the mask error; None if all was sent)."""
 
-    sums: of what was sent    dropped: of what was not, for the mask error; None if everything was sent
-    """
-
-    block: int
-    uploads: tuple[Upload, ...]
-    sums: Sums
+    sent: Sums
     dropped: Sums | None
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """A shard's round: what its clients reported, and the sums of the subtrees that it owns whole."""
+
+    uploads: tuple[Upload, ...]
+    partials: Mapping[Node, Partial]
 
 
 @dataclass(frozen=True)
@@ -110,16 +117,20 @@ class Shard:
         """Forget what clients kept: another strategy starts."""
         self._kept.clear()
 
-    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> list[BlockResult]:
+    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
         """Run one round for the tasks of this shard's clients."""
         with single_thread():
             global_model = _from_arrays(model)
             by_client = {task.client: task for task in tasks}
-            results = []
+            uploads: list[Upload] = []
+            partials: dict[Node, Partial] = {}
             for block, clients in self.spec.blocks.items():
                 mine = [by_client[client] for client in clients if client in by_client]
-                results.append(self._train_block(block, number, mine, global_model))
-            return results
+                own, partials[0, block] = self._train_block(number, mine, global_model)
+                uploads += own
+                # Merging as soon as a subtree is whole keeps a handful of sums alive, not one per block.
+                partials = reduce_tree(partials, self.spec.block_count, merge_partials)
+            return ShardResult(tuple(uploads), partials)
 
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
@@ -128,8 +139,8 @@ class Shard:
             return {chunk: evaluate(network, params, *data, self._classes) for chunk, data in self._test.items()}
 
     def _train_block(
-        self, block: int, number: int, tasks: Sequence[Task], global_model: Mapping[str, Tensor]
-    ) -> BlockResult:
+        self, number: int, tasks: Sequence[Task], global_model: Mapping[str, Tensor]
+    ) -> tuple[list[Upload], Partial]:
         table = self._widths[0].units
         sent = Aggregator(global_model, units=table)
         dropped = Aggregator(global_model, units=table)
@@ -138,7 +149,7 @@ class Shard:
             mine = [task for task in tasks if self.spec.widths[task.client] == width]
             uploads += self._train_width(number, mine, self._widths[width], global_model, sent, dropped)
         nothing_dropped = all(task.dropout == 0.0 for task in tasks)
-        return BlockResult(block, tuple(uploads), sent.sums(), None if nothing_dropped else dropped.sums())
+        return uploads, Partial(sent.sums(), None if nothing_dropped else dropped.sums())
 
     def _train_width(
         self,
@@ -177,8 +188,9 @@ class Shard:
 
     def _download(self, task: Task, global_model: Mapping[str, Tensor], width: _Width) -> tuple[dict[str, Tensor], int]:
         """What the client holds after the download, and what the download costs."""
-        own = slice_model(global_model, self._widths[0].units, width.units)
-        own |= {name: tensor for name, tensor in global_model.items() if name not in own}  # integers: the server's
+        own = dict(global_model)
+        if width is not self._widths[0]:
+            own |= slice_model(global_model, self._widths[0].units, width.units)  # integers stay the server's
         full = task.download is None
         mask = width.units.full_mask() if task.download is None else unpack_mask(task.download, width.units)
         received, size = self._transfer(own, mask, width.units)
@@ -208,6 +220,13 @@ class Shard:
             upload_bytes=upload_bytes,
             download_bytes=download_bytes,
         )
+
+
+def merge_partials(left: Partial, right: Partial) -> Partial:
+    """Two neighbouring subtrees as one; the left one's arrays are used up."""
+    if left.dropped is None or right.dropped is None:
+        return Partial(add_sums(left.sent, right.sent), left.dropped or right.dropped)
+    return Partial(add_sums(left.sent, right.sent), add_sums(left.dropped, right.dropped))
 
 
 @contextmanager

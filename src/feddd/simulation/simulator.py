@@ -22,7 +22,7 @@ from feddd.core.submodel import coverage
 from feddd.core.units import Units, units
 from feddd.errors import RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
-from feddd.simulation.shard import BlockResult, ShardSpec, to_arrays
+from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
 from feddd.simulation.training import Evaluation, Training
 from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
 from feddd.world import models
@@ -112,15 +112,15 @@ class Simulation:
             watch = _Watch()
             plan = strategy.plan(state, self.fleet, stream(self._world.seed, "strategy", number))
             watch.lap("plan")
-            blocks = self._engine.train(number, plan.tasks, to_arrays(state.model))
+            result = self._engine.train(number, plan.tasks, to_arrays(state.model))
+            uploads = result.uploads
             watch.lap("train")
-            uploads = sorted((upload for block in blocks for upload in block.uploads), key=lambda u: u.client)
             if not any(upload.status == "ok" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
                     f"a smaller learning rate than {self._world.training.learning_rate:g} may help"
                 )
-            model, error = self._aggregate(state, blocks)
+            model, error = self._aggregate(state, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
@@ -132,17 +132,15 @@ class Simulation:
             clock_seconds += seconds
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, watch.seconds)
 
-    def _aggregate(self, state: ServerState, blocks: Sequence[BlockResult]) -> tuple[dict[str, Tensor], float]:
+    def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
         """The new global model, and how far the masks moved it from the full average."""
+        (total,) = result.partials.values()
         sent = Aggregator(state.model, units=self.units)
-        for block in blocks:
-            sent.merge(block.sums)
+        sent.merge(total.sent)
         model = sent.result()
-        if all(block.dropped is None for block in blocks):
+        if total.dropped is None:
             return model, 0.0
-        for block in blocks:
-            if block.dropped is not None:
-                sent.merge(block.dropped)
+        sent.merge(total.dropped)
         return model, mask_error(model, sent.result(), self.units)
 
     def _row(self, upload: Upload, dropout: float) -> ClientRow:
@@ -165,7 +163,7 @@ class Simulation:
         blocks = block_ranges(len(world.parts))
         sizes = [self._tables[width].elements for width in self._width_of]
         costs = [float(sum(len(world.parts[n]) * sizes[n] for n in block)) for block in blocks]
-        shares = assign_blocks(costs, min(workers, len(blocks)))
+        shares = assign_blocks(costs, workers)
         tables = [self._tables[width] for width in self._width_of]
         share = coverage(self.units, tables) if len(self._tables) > 1 else None
         return [
@@ -175,6 +173,7 @@ class Simulation:
                 model=world.model,
                 seed=world.seed,
                 training=world.training,
+                block_count=len(blocks),
                 blocks={block: list(blocks[block]) for block in mine},
                 parts={n: world.parts[n] for block in mine for n in blocks[block]},
                 widths={n: self._width_of[n] for block in mine for n in blocks[block]},
