@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -55,21 +56,22 @@ def print_summary(results: Results) -> None:
     targets = [float(target) for target in results.config["targets"]]
     reached = [t for t in targets if any(_time(s, t)["seconds"] is not None for s in _strategies(results).values())]
     table = Table(
-        title=f"{results.config['name']}: {results.config['rounds']} rounds, simulated time", title_justify="left"
+        title=f"{results.config['name']}: {results.config['rounds']} rounds, simulated time",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
     )
-    for column in ("strategy", "accuracy", "best", "simulated", "up", "down"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
-    for target in reached:
-        table.add_column(f"to {target:.0%}", justify="right")
+    shown = reached[-2:]  # what fits a terminal; the report has all
+    for column in ("strategy", "accuracy", "simulated", "bytes", *(f"to {target:.0%}" for target in shown)):
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for label, summary in _strategies(results).items():
         table.add_row(
             label,
             _percent(summary["final_accuracy"]),
-            _percent(summary["best_accuracy"]),
             duration(summary["clock_seconds"]),
-            size(summary["upload_bytes"]),
-            size(summary["download_bytes"]),
-            *(_time_cell(_time(summary, target)) for target in reached),
+            size(summary["upload_bytes"] + summary["download_bytes"]),
+            *(_time_cell(_time(summary, target)) for target in shown),
         )
     console = Console()
     console.print(table)
