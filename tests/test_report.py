@@ -21,8 +21,8 @@ import tomli_w
 from feddd.errors import InputError
 from feddd.experiments.figures import accuracy_figure, draw_figures, straggler_figure, write_figures
 from feddd.experiments.report import sentences, write_report
-from feddd.experiments.report_page import Line, curve, human_bytes, human_seconds, lines, reach, thin
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
+from feddd.experiments.views import Line, curve, human_bytes, human_seconds, lines, reach, thin
 
 FEDDD: dict[str, Any] = {"name": "feddd", "label": "feddd", "budget": 0.6, "max_dropout": 0.8}
 FEDAVG: dict[str, Any] = {"name": "fedavg", "label": "fedavg", "participation": 1.0}

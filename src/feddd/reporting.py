@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
+from feddd.experiments.views import human_bytes, human_seconds, percent
 
 
 class RunProgress:
@@ -68,9 +69,9 @@ def print_summary(results: Results) -> None:
     for label, summary in _strategies(results).items():
         table.add_row(
             label,
-            _percent(summary["final_accuracy"]),
-            duration(summary["clock_seconds"]),
-            size(summary["upload_bytes"] + summary["download_bytes"]),
+            _or_dash(summary["final_accuracy"], percent),
+            _or_dash(summary["clock_seconds"], human_seconds),
+            human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
             *(_time_cell(_time(summary, target)) for target in shown),
         )
     console = Console()
@@ -89,7 +90,8 @@ def print_plan(planned: Mapping[str, Any]) -> None:
     console.print(
         f"{planned['clients_count']} clients at budget {planned['budget']:g}: "
         f"{planned['round_seconds']:.1f} s a round instead of {planned['full_round_seconds']:.1f} s "
-        f"(−{saved:.0%}), {size(planned['upload_bytes'])} up instead of {size(planned['full_upload_bytes'])}",
+        f"(−{saved:.0%}), {human_bytes(planned['upload_bytes'])} up "
+        f"instead of {human_bytes(planned['full_upload_bytes'])}",
         soft_wrap=True,
         highlight=False,
     )
@@ -99,7 +101,7 @@ def print_plan(planned: Mapping[str, Any]) -> None:
         rates.add_column(column, justify="left" if column == "client" else "right")
     shown = rows if len(rows) <= 20 else rows[:10] + rows[-10:]
     for row in shown:
-        rates.add_row(row["client"], f"{row['dropout']:.3f}", size(row["upload_bytes"]), f"{row['seconds']:.1f}")
+        rates.add_row(row["client"], f"{row['dropout']:.3f}", human_bytes(row["upload_bytes"]), f"{row['seconds']:.1f}")
     console.print(rates)
     if len(rows) > len(shown):
         console.print(f"({len(rows) - len(shown)} clients in between; --json has all)")
@@ -107,7 +109,7 @@ def print_plan(planned: Mapping[str, Any]) -> None:
     for column in ("budget", "round", "upload a round", "mean dropout"):
         curve.add_column(column, justify="right")
     for point in planned["curve"]:
-        upload, seconds = size(point["upload_bytes"]), f"{point['round_seconds']:.1f} s"
+        upload, seconds = human_bytes(point["upload_bytes"]), f"{point['round_seconds']:.1f} s"
         curve.add_row(f"{point['budget']:.2f}", seconds, upload, f"{point['mean_dropout']:.2f}")
     console.print(curve)
     shortest = planned["curve"][0]["round_seconds"]
@@ -118,25 +120,6 @@ def print_plan(planned: Mapping[str, Any]) -> None:
             soft_wrap=True,
             highlight=False,
         )
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds in the unit a person would use."""
-    if seconds is None:
-        return "–"
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def size(count: float) -> str:
-    """Bytes in the unit a person would use."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _strategies(results: Results) -> Mapping[str, Any]:
@@ -153,8 +136,8 @@ def _time_cell(time: Mapping[str, Any]) -> str:
     if time["seconds"] is None:
         return "never"
     ratio = time["ratio_to_fedavg"]
-    return duration(time["seconds"]) + (f" (×{ratio:.2f})" if ratio is not None else "")
+    return human_seconds(time["seconds"]) + (f" (×{ratio:.2f})" if ratio is not None else "")
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
+    return "–" if value is None else show(value)

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from feddd.experiments.report_page import (
+from feddd.experiments.results import Results
+from feddd.experiments.views import (
     COLOURS,
     Line,
     Timeline,
@@ -31,7 +32,6 @@ from feddd.experiments.report_page import (
     time_unit,
     timelines,
 )
-from feddd.experiments.results import Results
 
 Abscissa = Literal["rounds", "time", "bytes"]
 

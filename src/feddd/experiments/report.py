@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -14,35 +13,25 @@ from typing import Any
 import tomli_w
 
 from feddd.errors import InputError
-from feddd.experiments.report_page import (
+from feddd.experiments.report_data import page_data
+from feddd.experiments.results import Results, summarise
+from feddd.experiments.views import (
     Line,
-    Matrix,
     Reach,
-    byte_unit,
-    class_accuracies,
-    client_rounds,
     curve,
-    dropout_matrix,
     experiments,
     human_bytes,
     human_seconds,
     lines,
     not_counted,
-    partition_matrix,
     percent,
     reach,
     rounds_done,
     targets,
-    thin,
-    time_unit,
-    timelines,
 )
-from feddd.experiments.results import Results, summarise
 from feddd.files import write_atomically
 
 _TEMPLATE = Path(__file__).with_name("report.html")
-# Enough to see, and small next to plotly.js: rounds and clients of the straggler picture; rows, columns of heat maps.
-_MOST_ROUNDS, _MOST_CLIENTS, _MOST_ROWS, _MOST_COLUMNS = 30, 40, 300, 200
 
 
 def write_report(results: Sequence[Results], path: Path) -> Path:
@@ -258,96 +247,3 @@ def _details(run: Results) -> str:
         f"<details><summary>{title} of {name}</summary><pre>{escape(text)}</pre></details>"
         for title, text in texts.items()
     )
-
-
-def page_data(results: Sequence[Results]) -> dict[str, Any]:
-    """What the interactive pictures draw."""
-    shown = lines(results)
-    curves = [(line, curve(line)) for line in shown]
-    seconds, time_name = time_unit(max((found.seconds[-1] for _, found in curves if found.seconds), default=0))
-    amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in curves if found.bytes), default=0))
-    return {
-        "axes": {
-            "rounds": "round",
-            "time": f"simulated time ({time_name})",
-            "bytes": f"uploaded and downloaded ({byte_name})",
-        },
-        "targets": targets(results),
-        "curves": [
-            {
-                **_style(line),
-                "several": len(line.runs) > 1,
-                "rounds": found.rounds,
-                "time": _short(value / seconds for value in found.seconds),
-                "bytes": _short(value / amount for value in found.bytes),
-                **{name: _short(getattr(found, name)) for name in ("mean", "low", "high")},
-            }
-            for line, found in curves
-        ],
-        "dropout": [
-            {"label": _run_label(line, run), **_heat(matrix)}
-            for line in shown
-            for run in line.runs
-            if (matrix := dropout_matrix(run, line.strategy)) is not None
-        ],
-        "stragglers": [
-            {"label": _run_label(line, run), "run": results.index(run), "rounds": _rounds(line, run, len(results))}
-            for line in shown
-            for run in line.runs
-        ],
-        "partitions": [
-            {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix)}
-            for run in results
-            if (matrix := partition_matrix(run)) is not None
-        ],
-        "classes": [{**_style(line), **_classes(class_accuracies(line))} for line in shown],
-    }
-
-
-def _style(line: Line) -> dict[str, Any]:
-    return {"label": line.label, "colour": line.colour, "index": line.index}
-
-
-def _run_label(line: Line, run: Results) -> str:
-    return line.label if len(line.runs) == 1 else f"{line.label}, seed {run.config['seed']}"
-
-
-def _heat(matrix: Matrix) -> dict[str, Any]:
-    rows, columns = thin(range(len(matrix.rows)), _MOST_ROWS), thin(range(len(matrix.columns)), _MOST_COLUMNS)
-    return {
-        "x": [matrix.columns[at] for at in columns],
-        "y": [matrix.rows[at] for at in rows],
-        "z": [_short(row) for row in matrix.values[rows][:, columns].tolist()],
-        "thinned": len(rows) < len(matrix.rows) or len(columns) < len(matrix.columns),
-    }
-
-
-def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
-    some_rounds = thin(client_rounds(run, line.strategy), max(3, _MOST_ROUNDS // runs))
-    rounds = []
-    for number, clients in timelines(run, line.strategy, some_rounds).items():
-        some = thin(clients, _MOST_CLIENTS)
-        rounds.append(
-            {
-                "round": number,
-                "of": len(clients),
-                "clients": [one.client for one in some],
-                "status": [one.status for one in some],
-                **{phase: _short(getattr(one, phase) for one in some) for phase in ("download", "compute", "upload")},
-            }
-        )
-    return rounds
-
-
-def _classes(accuracies: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    return {
-        "x": list(accuracies),
-        "mean": _short(fmean(values) for values in accuracies.values()),
-        "low": _short(min(values) for values in accuracies.values()),
-        "high": _short(max(values) for values in accuracies.values()),
-    }
-
-
-def _short(values: Iterable[float]) -> list[float | None]:
-    """Numbers as JSON wants them: five digits are more than a screen shows, and NaN is null."""
-    return [None if math.isnan(value) else float(f"{value:.5g}") for value in values]
