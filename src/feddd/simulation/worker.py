@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import traceback
@@ -20,22 +21,18 @@ def serve(connection: Connection) -> None:
     except Exception:  # whatever goes wrong here and below belongs to the coordinator, with its trace
         problem = traceback.format_exc()
     while True:
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            return
+        method, arguments = connection.recv()
         result = None
         if shard is not None:
             try:
                 result = getattr(shard, method)(*arguments)
             except Exception:
                 problem = traceback.format_exc()
-        try:
-            connection.send((problem, result))
-        except ConnectionError:
-            return  # the coordinator left while this shard was working
+        connection.send((problem, result))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
-    serve(Connection(int(sys.argv[1])))
+    # The coordinator may leave at any moment, also while this end reads, works or writes.
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(Connection(int(sys.argv[1])))
