@@ -128,7 +128,8 @@ class Simulation:
             watch.lap("evaluate")
             rates = {task.client: task.dropout for task in plan.tasks}
             rows = tuple(self._row(upload, rates[upload.client]) for upload in uploads)
-            seconds = max(row.download_seconds + row.compute_seconds + row.upload_seconds for row in rows)
+            parts = [(row.download_seconds, row.compute_seconds, row.upload_seconds) for row in rows]
+            seconds = latency.round_seconds(*np.array(parts).T)
             clock_seconds += seconds
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, watch.seconds)
 

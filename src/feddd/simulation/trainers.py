@@ -20,7 +20,6 @@ from feddd.simulation.training import Start, Trained, Training, train
 
 Train = Callable[[Iterable[Start], Training], Iterator[tuple[Start, Trained]]]
 
-TRAINERS = ("reference", "channels_last", "stacked")
 STACK = 10
 """Clients in one stack: more did not pay, and every one costs memory for its parameters and activations."""
 SMALL = 200_000
