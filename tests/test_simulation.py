@@ -13,10 +13,14 @@ from feddd.core.payload import coverage_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
-from feddd.simulation.engine import BLOCKS, ProcessWorker, WorkerDied, WorkerFailed, assign_blocks, block_ranges
+from feddd.simulation import engine, simulator, workers
+from feddd.simulation.engine import BLOCKS, assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
+from feddd.simulation.samples import fill
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
 from feddd.simulation.training import Training
+from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed
+from feddd.strategies.protocol import Task
 from feddd.world import datasets, models
 from feddd.world.fleets import Devices
 from worlds import experiment
@@ -72,7 +76,7 @@ def test_sending_for_real_changes_nothing_for_models_of_different_width(colour_w
 
 
 @pytest.fixture
-def colour_world(monkeypatch):
+def colour_world():
     """Five clients, one of each width of heterogeneous-b, with a few random 32 × 32 colour images."""
     rng = np.random.default_rng(0)
     data = datasets.Dataset(
@@ -83,11 +87,9 @@ def colour_world(monkeypatch):
         test_labels=np.arange(10),
         classes=10,
     )
-    # Shards load their data by name.
-    monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
     devices = Devices(np.linspace(1e4, 5e4, 5), np.linspace(2e5, 4e4, 5), np.ones(5))
     parts = [np.arange(client, 20, 5) for client in range(5)]
-    return World(data, None, parts, devices, "heterogeneous-b", Training(batch_size=4), seed=0)
+    return World(data, parts, devices, "heterogeneous-b", Training(batch_size=4), seed=0)
 
 
 def test_clients_share_the_widths_evenly_and_are_told_the_coverage_once(colour_world):
@@ -164,18 +166,15 @@ def test_masks_make_an_error_when_something_is_dropped(world):
 
 def test_a_client_that_diverges_is_left_out_and_gets_the_full_model_next(world):
     # One client with huge images: its loss explodes while the others train on.
-    from feddd.simulation import shard
-
     victim = 3
-    load = shard._tensors
-    part = world.parts[victim]
+    first = sum(len(part) for part in world.parts[:victim])
 
-    def poisoned(data, images, labels, index):
-        pixels, targets = load(data, images, labels, index)
-        return (pixels * 1e30 if np.array_equal(index, part) else pixels), targets
+    def poisoned(arrays, data, parts):
+        fill(arrays, data, parts)
+        arrays.train_images[first : first + len(parts[victim])] *= 1e30
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "_tensors", poisoned)
+        patch.setattr(simulator, "fill", poisoned)
         run = records(world, FedDD(broadcast_every=0), rounds=4, workers=1)
     clean = records(world, FedDD(broadcast_every=0), rounds=1, workers=1)
     for record in run:
@@ -248,16 +247,67 @@ def test_a_worker_that_owns_half_of_the_blocks_sends_one_sum():
     assert reduce_tree(mine, 16, int.__add__) == {(3, 1): 8}
 
 
-def test_a_worker_that_dies_is_a_clear_error(world):
+def kill(simulation, place):
+    worker = simulation._engine._workers[place]
+    assert isinstance(worker, ProcessWorker)
+    worker._process.kill()
+    worker._process.wait()
+
+
+# With broadcast_every=3 a worker lost in round 6 has to repeat rounds 4 and 5; without broadcasts, all before.
+@pytest.mark.parametrize("strategy", [FedDD(broadcast_every=3), FedDD(broadcast_every=0), FedCS()], ids=str)
+def test_a_lost_worker_is_rebuilt_and_the_numbers_stay_the_same(world, strategy, caplog):
+    undisturbed = [facts(record) for record in records(world, strategy, rounds=7, workers=2)]
+    with Simulation(world, workers=2) as simulation:
+        run = simulation.run(strategy, 7)
+        disturbed = [facts(next(run)) for _ in range(5)]
+        kill(simulation, 1)
+        disturbed += [facts(record) for record in run]
+    assert disturbed == undisturbed
+    assert "exit code -9" in caplog.text
+
+
+def test_a_worker_lost_after_many_rounds_goes_on_from_a_snapshot(world, monkeypatch):
+    monkeypatch.setattr(engine, "REPLAY", 2)
+    undisturbed = [facts(record) for record in records(world, FedDD(broadcast_every=0), rounds=6, workers=2)]
+    with Simulation(world, workers=2) as simulation:
+        run = simulation.run(FedDD(broadcast_every=0), 6)
+        disturbed = [facts(next(run)) for _ in range(5)]
+        assert len(simulation._engine._rounds) <= 2
+        kill(simulation, 0)
+        assert disturbed + [facts(record) for record in run] == undisturbed
+
+
+def test_a_worker_that_always_dies_is_a_clear_error(world, monkeypatch):
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(FedAvg(), 3)
         next(run)
-        worker = simulation._engine._workers[0]
-        assert isinstance(worker, ProcessWorker)
-        worker._process.kill()
-        with pytest.raises(WorkerDied, match="exit code -9") as caught:
+        monkeypatch.setattr(workers, "WORKER_ENVIRONMENT", {"PYTHONHOME": "/nowhere"})
+        kill(simulation, 0)
+        with pytest.raises(WorkerDied, match="exit code") as caught:
             next(run)
     assert isinstance(caught.value, RunError)
+
+
+def test_kept_values_in_files_change_nothing_and_leave_nothing_behind(world, tmp_path):
+    in_memory = [facts(record) for record in records(world, FedDD(), rounds=4, workers=2)]
+    with Simulation(world, workers=2, state_dir=tmp_path) as simulation:
+        assert [facts(record) for record in simulation.run(FedDD(), 4)] == in_memory
+    assert not list(tmp_path.iterdir())
+
+
+def test_after_a_full_broadcast_nobody_has_state_of_its_own(world):
+    with Simulation(world, workers=1) as simulation:
+        run = simulation.run(FedDD(broadcast_every=3), 4)
+        shard = simulation._engine._workers[0]._shard
+        held = [sum(len(values) for _, values in shard.snapshot().values()) for _ in run]
+        # Nothing is dropped in round 1; a share of every model from then on.
+        assert held[0] == 0
+        assert all(0 < total < 0.5 * len(world.parts) * simulation.units.elements for total in held[1:])
+        table = simulation.units
+        everybody = [Task(client) for client in range(len(world.parts))]
+        shard._download(everybody, shard._widths[0], {s.name: simulation.initial[s.name] for s in table.slots})
+        assert shard.snapshot() == {}
 
 
 def test_a_worker_that_raises_says_what_and_where(world):

@@ -5,9 +5,10 @@ from torch import nn
 from torch.nn import functional
 
 from feddd.core.streams import stream
-from feddd.simulation.stacked import chain, train_stacked
+from feddd.core.units import units
+from feddd.simulation.stacked import chain
 from feddd.simulation.trainers import choose_trainer, make_trainer
-from feddd.simulation.training import Evaluation, Start, Training, batches, evaluate, train
+from feddd.simulation.training import Evaluation, Local, Samples, Training, batches, evaluate
 from feddd.world.models import build
 
 
@@ -41,43 +42,59 @@ def test_trainers_agree_with_torch_optim(name, trainer):
     model = build(name, (1, 28, 28), 10, seed=7)
     rng = np.random.default_rng(3)
     training = Training(epochs=2, batch_size=16, learning_rate=0.05)
-    starts, expected = [], []
     # Different sizes: some clients have fewer batches, all have a short last one.
-    for client, samples in enumerate((45, 7, 70, 33)):
-        before = {name: tensor + 0.01 * client for name, tensor in build(name, (1, 28, 28), 10).state_dict().items()}
-        images = torch.from_numpy(rng.random((samples, 1, 28, 28), dtype=np.float32))
-        labels = torch.from_numpy(rng.integers(0, 10, samples))
-        expected.append(by_optimiser(model, before, images, labels, training, stream(0, client)))
-        starts.append(Start(before, images, labels, stream(0, client)))
-    trained_clients = make_trainer(model, trainer)(iter(starts), training)
-    for start, (given, trained), (after, losses) in zip(starts, trained_clients, expected, strict=True):
-        assert given.before is start.before
+    counts = (45, 7, 70, 33)
+    images = torch.from_numpy(rng.random((sum(counts), 1, 28, 28), dtype=np.float32))
+    labels = torch.from_numpy(rng.integers(0, 10, sum(counts)))
+    initial = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    before = {key: torch.stack([tensor + 0.01 * n for n in range(len(counts))]) for key, tensor in initial.items()}
+    clients, expected, first = [], [], 0
+    for place, count in enumerate(counts):
+        own = slice(first, first + count)
+        start = {key: stack[place] for key, stack in before.items()}
+        expected.append(by_optimiser(model, start, images[own], labels[own], training, stream(0, place)))
+        clients.append(Local(first, count, stream(0, place)))
+        first += count
+    given = {key: stack.clone() for key, stack in before.items()}
+    trained = make_trainer(model, units(model), trainer).train(before, Samples(images, labels), clients, training)
+    assert all(torch.equal(before[key], given[key]) for key in given)
+    for place, (after, losses) in enumerate(expected):
         for key, tensor in after.items():
-            torch.testing.assert_close(trained.after[key], tensor, rtol=1e-4, atol=2e-6)
-        assert trained.mean_loss == pytest.approx(losses.mean(), rel=1e-5)
-        assert trained.oort_statistic == pytest.approx(np.sqrt((losses**2).mean()), rel=1e-5)
+            torch.testing.assert_close(trained.after[key][place], tensor, rtol=1e-4, atol=2e-6)
+        assert trained.mean_loss[place] == pytest.approx(losses.mean(), rel=1e-5)
+        assert trained.oort_statistic[place] == pytest.approx(np.sqrt((losses**2).mean()), rel=1e-5)
+
+
+def alone(model, before, images, labels, rng, training, trainer="reference"):
+    """One client as a stack of one."""
+    stack = {name: tensor.unsqueeze(0) for name, tensor in before.items()}
+    chosen = make_trainer(model, units(model), trainer)
+    return chosen.train(stack, Samples(images, labels), [Local(0, len(labels), rng)], training)
 
 
 def test_a_stack_gives_each_client_the_same_bits_in_whatever_stack_of_its_size_it_is(client):
     model, before, images, labels = client
-    network = chain(model)
     training = Training(batch_size=16)
-    alike = [Start(before, images, labels, stream(0, number)) for number in (1, 2, 3)]
-    first = train_stacked(network, alike, training)
-    again = train_stacked(network, [Start(before, images, labels, stream(0, n)) for n in (3, 1, 2)], training)
-    assert torch.equal(first[0].after["fc1.weight"], again[1].after["fc1.weight"])
-    assert torch.equal(first[2].after["fc1.weight"], again[0].after["fc1.weight"])
-    assert not torch.equal(first[0].after["fc1.weight"], first[1].after["fc1.weight"])
+    stack = {name: tensor.expand(3, *tensor.shape) for name, tensor in before.items()}
+    stacked = make_trainer(model, units(model), "stacked").train
+
+    def trained(numbers):
+        return stacked(stack, Samples(images, labels), [Local(0, 45, stream(0, n)) for n in numbers], training)
+
+    first, again = trained((1, 2, 3)).after["fc1.weight"], trained((3, 1, 2)).after["fc1.weight"]
+    assert torch.equal(first[0], again[1])
+    assert torch.equal(first[2], again[0])
+    assert not torch.equal(first[0], first[1])
 
 
 def test_the_mean_loss_counts_samples_not_batches(client):
     model, before, images, labels = client
     # 45 samples in batches of 32 and 13: with no learning the mean over samples is the loss of the model itself.
     training = Training(batch_size=32, learning_rate=1e-30)
-    trained = train(model, Start(before, images, labels, stream(0, "x")), training)
+    trained = alone(model, before, images, labels, stream(0, "x"), training)
     model.load_state_dict(before)
     whole = functional.cross_entropy(model(images), labels).detach()
-    assert trained.mean_loss == pytest.approx(float(whole), rel=1e-6)
+    assert trained.mean_loss[0] == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_every_epoch_sees_every_sample_once_in_a_new_order():
@@ -96,21 +113,22 @@ def test_stochastic_layers_follow_the_clients_generator_and_leave_torchs_alone()
     state = torch.random.get_rng_state()
     runs = []
     for address in (1, 1, 2):
-        after = train(model, Start(before, images, labels, stream(0, address)), Training(learning_rate=0.1)).after
-        runs.append({name: tensor.clone() for name, tensor in after.items()})
+        runs.append(alone(model, before, images, labels, stream(0, address), Training(learning_rate=0.1)).after)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in before)
     assert not torch.equal(runs[0]["1.weight"], runs[2]["1.weight"])
 
 
 def test_divergence_is_noticed_in_loss_and_in_weights(client):
-    model, before, images, labels = client
-    wild = train(model, Start(before, images, labels, stream(0, "x")), Training(epochs=5, learning_rate=1e30))
-    assert not wild.finite
-    fine = train(model, Start(before, images, labels, stream(0, "x")), Training())
-    assert fine.finite
-    fine.after["fc1.weight"][0, 0] = torch.inf
-    assert not fine.finite
+    wild = alone(*client, stream(0, "x"), Training(epochs=5, learning_rate=1e30))
+    assert not wild.finite()[0]
+    fine = alone(*client, stream(0, "x"), Training())
+    assert fine.finite()[0]
+    fine.after["fc1.weight"][0, 0, 0] = 3e38  # finite, though its square is not
+    assert fine.finite()[0]
+    fine.after["fc1.weight"][0, 0, 0] = torch.inf
+    assert not fine.finite()[0]
+    assert alone(*client, stream(0, "x"), Training()).only(np.array([False])).mean_loss.shape == (0,)
 
 
 def test_which_trainer_a_model_gets_follows_from_its_layers():
@@ -122,7 +140,7 @@ def test_which_trainer_a_model_gets_follows_from_its_layers():
     assert chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3, bias=False))) is None
     assert chain(nn.Linear(4, 3)) is None
     with pytest.raises(ValueError, match="does not fit"):
-        make_trainer(nn.Linear(4, 3), "stacked")
+        make_trainer(nn.Linear(4, 3), units(nn.Linear(4, 3)), "stacked")
 
 
 def test_evaluations_add_up_to_the_whole_and_know_their_classes(client):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.submodel import prefix
-from feddd.core.units import Params, Units, units_for
+from feddd.core.units import Params, Slot, Units, units_for
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,29 @@ class Aggregator:
             self._views[slot.name].add_(values[slot.name].detach(), alpha=weight)
         self._total += weight
 
+    def add_stack(self, values: Params, masks: Mapping[str, Tensor] | None, weights: Tensor) -> None:
+        """Count several clients of one model at once.
+
+        values: stacks, finite also where nothing was sent    weights: float64 [clients]
+        masks: [clients, units] per layer, None if everybody sent everything
+        """
+        table = self._units.fit({slot.name: values[slot.name][0] for slot in self._units.slots})
+        _check_nested(table, self._units)
+        counted = self._weights_of(table)
+        for layer, own in zip(self._units.layers, table.layers, strict=True):
+            shares = weights[:, None].expand(-1, own.units)
+            if masks is not None:
+                shares = shares * masks[own.name]
+            counted[own.name] += shares.sum(0)
+            for slot, own_slot in zip(layer.slots, own.slots, strict=True):
+                rows = own_slot.stacked_rows(values[slot.name].detach())
+                total = torch.einsum("cu,cun->un", shares.to(rows.device), rows.double()).cpu()
+                shape = own_slot.rows(values[slot.name][0]).shape
+                prefix(slot.rows(self._views[slot.name]), shape).add_(total.view(shape))
+        for slot in self._units.fixed:
+            self._views[slot.name].add_((values[slot.name].detach().cpu().double() * weights).sum())
+        self._total += float(weights.sum())
+
     def sums(self) -> Sums:
         """What was counted so far; the arrays are those of the aggregator, not copies."""
         weights = tuple(
@@ -128,23 +151,29 @@ class Aggregator:
         for layer in self._units.layers:
             for slot in layer.slots:
                 rows = slot.rows(new[slot.name])
-                weights = torch.zeros(rows.shape, dtype=torch.float64)
-                for digest, table in self._tables.items():
-                    self._spread(weights, layer.name, slot.name, table, self._weights[digest])
+                weights = self._element_weights(layer.name, slot)
                 mean = slot.rows(self._views[slot.name]) / weights
-                rows.copy_(torch.where(weights > 0, mean, rows.double()))
+                sent = weights > 0
+                rows.copy_(mean if bool(sent.all()) else torch.where(sent, mean, rows.double()))
         for slot in self._units.fixed:
             if self._total > 0:
                 new[slot.name].copy_(self._views[slot.name] / self._total)
         return new | {alias: new[name] for alias, name in self._units.aliases if alias in new}
 
-    @staticmethod
-    def _spread(weights: Tensor, layer: str, slot: str, table: Units, per_unit: Mapping[str, Tensor]) -> None:
-        """Add a width's per-unit weights to every element that its clients have."""
-        own = next(s for x in table.layers if x.name == layer for s in x.slots if s.name == slot)
-        shape = own.rows(torch.empty(own.shape, device="meta")).shape
-        spread = own.index(per_unit[layer])
-        prefix(weights, shape).add_(spread.reshape(*spread.shape, *[1] * (len(shape) - own.lead)))
+    def _element_weights(self, layer: str, slot: Slot) -> Tensor:
+        """The weight behind every element, in the shape of the slot's rows or one that broadcasts to it."""
+        weights = torch.zeros(1, dtype=torch.float64)
+        for number, (digest, table) in enumerate(self._tables.items()):
+            own = next(x for x in table.slots if x.name == slot.name)
+            shape = own.rows(torch.empty(own.shape, device="meta")).shape
+            per_unit = own.index(self._weights[digest][layer])
+            spread = per_unit.reshape(*per_unit.shape, *[1] * (len(shape) - own.lead))
+            if len(self._tables) == 1 and own.shape == slot.shape:
+                return spread
+            if number == 0:
+                weights = torch.zeros(slot.rows(self._views[slot.name]).shape, dtype=torch.float64)
+            prefix(weights, shape).add_(spread)
+        return weights
 
     def _weights_of(self, table: Units) -> dict[str, Tensor]:
         if table.digest not in self._tables:

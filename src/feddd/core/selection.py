@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.units import Layer, Mask, Params, Units, units_for
 
+Floats = NDArray[np.float64]
 Selector = Literal["importance", "magnitude", "delta", "random", "ordered"]
 
 WEIGHT_FLOOR = 1e-3
 """|W| is not taken smaller than this share of the layer's root mean square when importance divides by it."""
+BLOCK = 131072
+"""Scores are worked out on so many numbers at a time, in float64: intermediate results stay in the processor's cache."""
 
 
 def kept_units(units: int, dropout: float) -> int:
@@ -41,27 +45,57 @@ def select(
     coverage: CR(k) per layer, [units]; importance is divided by it (Eq. 21), the other rules do not know it
     always_send: layers that are never dropped
     """
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"dropout must lie between 0 and 1, not {dropout}")
+    table = units_for(after, units)
+    if table.fit(before) is not table:
+        raise ValueError("the parameters before and after training must have the same shapes")
+    masks = select_stack(
+        _stack_of_one(before, table),
+        _stack_of_one(after, table),
+        [dropout],
+        units=table,
+        selector=selector,
+        coverage=coverage,
+        rngs=None if rng is None else [rng],
+        always_send=always_send,
+    )
+    return {name: mask[0] for name, mask in masks.items()}
+
+
+def select_stack(
+    before: Params,
+    after: Params,
+    dropouts: Sequence[float],
+    *,
+    units: Units,
+    selector: str = "importance",
+    coverage: Mapping[str, Tensor] | None = None,
+    rngs: Sequence[np.random.Generator] | None = None,
+    always_send: Collection[str] = (),
+) -> Mask:
+    """`select` for several clients of one model at once; before, after: stacks, one rate and generator per client."""
+    for dropout in dropouts:
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must lie between 0 and 1, not {dropout}")
     if selector not in SELECTORS:
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {selector!r}")
-    if selector == "random" and rng is None:
+    if selector == "random" and rngs is None:
         raise ValueError('selector "random" needs rng, a numpy Generator')
-    table = units_for(after, units)
-    _check_like(table, before, coverage)
-    unknown = set(always_send) - {layer.name for layer in table.layers}
+    _check_coverage(units, coverage)
+    unknown = set(always_send) - {layer.name for layer in units.layers}
     if unknown:
         raise ValueError(f"always_send names no layer of the model: {', '.join(sorted(unknown))}")
     mask = {}
-    for layer in table.layers:
-        count = layer.units if layer.name in always_send else kept_units(layer.units, dropout)
-        mask[layer.name] = torch.ones(layer.units, dtype=torch.bool)
+    for layer in units.layers:
+        whole = layer.name in always_send
+        counts = [layer.units if whole else kept_units(layer.units, dropout) for dropout in dropouts]
         # "random" draws for every layer, so that keeping one whole does not move what the others draw.
-        if count < layer.units or selector == "random":
-            scores = SELECTORS[selector](layer, before, after, rng)
-            if coverage is not None and selector == "importance":
-                scores = scores / coverage[layer.name].double()
-            mask[layer.name][_ranking(scores, layer)[count:]] = False
+        if min(counts) == layer.units and selector != "random":
+            mask[layer.name] = torch.ones(len(counts), layer.units, dtype=torch.bool)
+            continue
+        scores = _random(layer, rngs or ()) if selector == "random" else SELECTORS[selector](layer, before, after)
+        if coverage is not None and selector == "importance":
+            scores = scores / coverage[layer.name].double().numpy()
+        mask[layer.name] = torch.from_numpy(_best(scores, counts, layer))
     return mask
 
 
@@ -70,12 +104,15 @@ def unit_scores(
 ) -> dict[str, Tensor]:
     """The score of every unit by a selector that needs no generator, float64 [units] per layer."""
     table = units_for(after, units)
-    return {layer.name: SELECTORS[selector](layer, before, after, None) for layer in table.layers}
+    old, new = _stack_of_one(before, table), _stack_of_one(after, table)
+    return {layer.name: torch.from_numpy(SELECTORS[selector](layer, old, new)[0]) for layer in table.layers}
 
 
-def _check_like(table: Units, before: Params, coverage: Mapping[str, Tensor] | None) -> None:
-    if table.fit(before) is not table:
-        raise ValueError("the parameters before and after training must have the same shapes")
+def _stack_of_one(params: Params, table: Units) -> dict[str, Tensor]:
+    return {slot.name: params[slot.name].detach().unsqueeze(0) for slot in table.slots}
+
+
+def _check_coverage(table: Units, coverage: Mapping[str, Tensor] | None) -> None:
     if coverage is None:
         return
     for layer in table.layers:
@@ -83,69 +120,92 @@ def _check_like(table: Units, before: Params, coverage: Mapping[str, Tensor] | N
             raise ValueError(f"coverage needs one number for each of the {layer.units} units of layer {layer.name!r}")
 
 
-def _ranking(scores: Tensor, layer: Layer) -> Tensor:
-    if not torch.isfinite(scores).all():
+def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.bool_]:
+    """For every client the `count` highest scores, ties by unit index; scores: [clients, units]."""
+    if not np.isfinite(scores).all():
         raise ValueError(f"layer {layer.name!r} holds values that are not finite; its units cannot be ranked")
-    return torch.argsort(scores, descending=True, stable=True)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    best = np.empty(scores.shape, dtype=np.bool_)
+    np.put_along_axis(best, order, np.arange(layer.units) < np.array(counts)[:, None], axis=1)
+    return best
 
 
-def _importance(layer: Layer, before: Params, after: Params, _rng: np.random.Generator | None) -> Tensor:
+def _importance(layer: Layer, before: Params, after: Params) -> Floats:
     """I(k) = ‖ΔW ⊙ Ŵ ⊘ W‖₂ over all parameters of unit k (Eq. 20), in float64, with |W| floored."""
-    slots = [slot for slot in layer.slots if not slot.buffer]
-    old = [before[slot.name].detach().to(torch.float64, copy=True) for slot in slots]
-    elements = sum(tensor.numel() for tensor in old)
-    norm = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in old))
+    floors = WEIGHT_FLOOR * _root_mean_square(layer, before)
     # A layer that is all zeros has no scale of its own: any floor gives the same ranking there.
-    floor = WEIGHT_FLOOR * norm / math.sqrt(max(elements, 1)) or 1.0
-    squares = torch.zeros(layer.units, dtype=torch.float64)
-    for slot, weight in zip(slots, old, strict=True):
-        new = after[slot.name].detach().double()
-        ratio = new.sub(weight).mul_(new)
-        ratio.div_(weight.abs_().clamp_(min=floor))  # the norm below does not see W's sign
-        squares += _row_norms(slot.rows(ratio), slot.lead) ** 2
-    return squares.sqrt_()
+    floor = torch.where(floors > 0, floors, 1.0).to(before[layer.slots[0].name].device)[:, None, None]
+
+    def values(old: Tensor, new: Tensor, clients: slice) -> Tensor:
+        weight, trained = old.to(torch.float64, copy=True), new.double()
+        ratio = trained.sub(weight).mul_(trained)
+        torch.maximum(weight.abs_(), floor[clients], out=weight)  # the norm does not see W's sign
+        return ratio.div_(weight)
+
+    return _unit_norms(layer, before, after, values)
 
 
-def _magnitude(layer: Layer, _before: Params, after: Params, _rng: np.random.Generator | None) -> Tensor:
+def _magnitude(layer: Layer, before: Params, after: Params) -> Floats:
     """‖Ŵ‖₂ of the unit."""
-    return _layer_norms(layer, lambda name: after[name].detach().double())
+    return _unit_norms(layer, before, after, lambda _old, new, _clients: new.double())
 
 
-def _delta(layer: Layer, before: Params, after: Params, _rng: np.random.Generator | None) -> Tensor:
+def _delta(layer: Layer, before: Params, after: Params) -> Floats:
     """‖ΔW‖₂ of the unit."""
-    return _layer_norms(layer, lambda name: after[name].detach().double() - before[name].detach().double())
+    return _unit_norms(layer, before, after, lambda old, new, _clients: new.double() - old.double())
 
 
-def _ordered(layer: Layer, _before: Params, _after: Params, _rng: np.random.Generator | None) -> Tensor:
+def _ordered(layer: Layer, _before: Params, after: Params) -> Floats:
     """The first units first."""
-    return -torch.arange(layer.units, dtype=torch.float64)
+    clients = len(after[layer.slots[0].name])
+    return np.tile(-np.arange(layer.units, dtype=np.float64), (clients, 1))
 
 
-def _random(layer: Layer, _before: Params, _after: Params, rng: np.random.Generator | None) -> Tensor:
-    """Uniform from the round's generator."""
-    if rng is None:
-        raise ValueError('selector "random" needs rng, a numpy Generator')
-    return torch.from_numpy(rng.random(layer.units))
+def _random(layer: Layer, rngs: Sequence[np.random.Generator]) -> Floats:
+    """Uniform, from each client's generator of the round."""
+    return np.stack([rng.random(layer.units) for rng in rngs])
 
 
-def _layer_norms(layer: Layer, values: Callable[[str], Tensor]) -> Tensor:
-    squares = torch.zeros(layer.units, dtype=torch.float64)
+def _root_mean_square(layer: Layer, params: Params) -> Tensor:
+    """Of each client's weights in the layer, float64 [clients]."""
+    rows = [slot.stacked_rows(params[slot.name].detach()).flatten(1) for slot in layer.slots if not slot.buffer]
+    if not rows:
+        return torch.zeros(len(params[layer.slots[0].name]), dtype=torch.float64)
+    # float32 sums are precise enough for a floor and several times faster, unless a square leaves their range.
+    norms = torch.stack([torch.linalg.vector_norm(part.float(), dim=1).double() for part in rows])
+    if not bool((norms.isfinite() & (norms > 0)).all()):
+        norms = torch.stack([torch.linalg.vector_norm(part.double(), dim=1) for part in rows])
+    return torch.linalg.vector_norm(norms, dim=0).cpu() / math.sqrt(sum(part.shape[1] for part in rows))
+
+
+def _unit_norms(
+    layer: Layer, before: Params, after: Params, values: Callable[[Tensor, Tensor, slice], Tensor]
+) -> Floats:
+    """L2 norm of each client's units, [clients, units], of what `values` makes of W and Ŵ block by block."""
+    squares = torch.zeros(len(after[layer.slots[0].name]), layer.units, dtype=torch.float64)
     for slot in layer.slots:
-        if not slot.buffer:
-            squares += _row_norms(slot.rows(values(slot.name)), slot.lead) ** 2
-    return squares.sqrt_()
+        if slot.buffer:
+            continue
+        old, new = (slot.stacked_rows(params[slot.name].detach()) for params in (before, after))
+        for clients, rows in _blocks(*old.shape):
+            part = values(old[clients, rows], new[clients, rows], clients)
+            squares[clients, rows] += torch.linalg.vector_norm(part, dim=2).cpu() ** 2
+    return squares.sqrt_().numpy()
 
 
-def _row_norms(rows: Tensor, lead: int) -> Tensor:
-    """L2 norm of each unit's slice, [units]."""
-    norms: Tensor = torch.linalg.vector_norm(rows.reshape(*rows.shape[:lead], -1), dim=-1)
-    return norms.reshape(-1)
+def _blocks(clients: int, units: int, numbers: int) -> Iterator[tuple[slice, slice]]:
+    """Some clients with all their units, or some units of one client, at most BLOCK numbers if a unit allows."""
+    together = max(1, BLOCK // (units * numbers))
+    rows = units if together > 1 else max(1, BLOCK // numbers)
+    for client in range(0, clients, together):
+        for start in range(0, units, rows):
+            yield slice(client, client + together), slice(start, start + rows)
 
 
-SELECTORS: Mapping[str, Callable[[Layer, Params, Params, np.random.Generator | None], Tensor]] = {
+SELECTORS: Mapping[str, Callable[[Layer, Params, Params], Floats]] = {
     "importance": _importance,
     "magnitude": _magnitude,
     "delta": _delta,
-    "random": _random,
+    "random": lambda _layer, _before, _after: np.empty((0, 0)),
     "ordered": _ordered,
 }

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Params = Mapping[str, Tensor]
+"""Tensors by name, a state_dict; of several clients at once ("a stack"), every tensor has one more axis in front."""
 Mask = dict[str, Tensor]
+"""Booleans by layer, [units]; of a stack, [clients, units]."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ class Slot:
             before, after = self.shape[: self.axis], self.shape[self.axis + 1 :]
             return tensor.view(*before, self.blocks, self.units, *after).movedim(self.axis + 1, 0)
         return tensor.movedim(self.axis, 0) if self.axis else tensor
+
+    def stacked_rows(self, stack: Tensor) -> Tensor:
+        """The tensors of several clients [clients, *shape] as [clients, units, numbers of a unit]."""
+        if self.axis == 0 and self.blocks == 1 and self.groups == 1:
+            return stack.reshape(len(stack), self.units, -1)
+        return torch.stack([self.rows(one).reshape(self.units, -1) for one in stack])
 
     def index(self, mask: Tensor) -> Tensor:
         """The layer's mask [units] in the shape of this tensor's leading unit axes."""

@@ -121,6 +121,7 @@ class TrainingSection(_Section):
     batch_size: Count = 32
     learning_rate: Positive = 0.01
     trainer: Literal["auto", "reference", "channels_last", "stacked"] = "auto"
+    device: str = "cpu"
 
 
 class StrategySection(BaseModel):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.streams import stream
+from feddd.core.units import units
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, FleetSection
 from feddd.experiments.loading import load_experiment
@@ -116,17 +117,17 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     parts = [chosen[part] for part in parts]
     training = _training(experiment, data)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
-    return World(data, data_dir, parts, devices, experiment.model.name, training, seed)
+    return World(data, parts, devices, experiment.model.name, training, seed)
 
 
 def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
     """The settings, with the trainer that the model gets."""
     given = experiment.training.model_dump()
-    model = models.build(experiment.model.name, data.train_images.shape[1:], data.classes)
+    model = models.build(experiment.model.name, data.image_shape, data.classes)
     if given["trainer"] == "auto":
         given["trainer"] = choose_trainer(model)
     try:
-        make_trainer(model, given["trainer"])
+        make_trainer(model, units(model), given["trainer"])
     except ValueError as error:
         raise InputError(f"training.trainer, model {experiment.model.name!r}: {error}") from error
     return Training(**given)

@@ -1,141 +1,62 @@
-"""Who executes a round: one shard in this process, or several in worker processes with one thread each."""
+"""Who executes a round: blocks of clients spread over workers, whose answers are put together in a fixed order."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from feddd.errors import RunError
+from feddd.simulation.kept import KeptArrays
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.shard import Arrays, Shard, ShardResult, ShardSpec, merge_partials
+from feddd.simulation.shard import Arrays, ShardResult, ShardSpec, merge_partials
 from feddd.simulation.training import Evaluation
+from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
 
 BLOCKS = 16
 """Clients are summed in at most so many blocks; so many workers can share a round."""
+REPLAY = 16
+"""A lost worker is rebuilt by repeating at most so many rounds; then the workers are asked for a snapshot."""
+REBUILDS = 3
+"""A worker that dies so often in one call is given up."""
+
+log = logging.getLogger("feddd")
 
 
-# One thread each; and memory that is freed stays with the process: a round frees and takes the same megabytes for every
-# client, and handing them back to the system and zeroing them anew cost more than scoring the units.
-_WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-}
+@dataclass(frozen=True)
+class _Round:
+    """What the workers were told to do; the same again gives the same bits."""
 
-
-class WorkerDied(RunError):
-    """A worker process ended without being asked to."""
-
-
-class WorkerFailed(RuntimeError):
-    """A worker raised an exception, which is a bug; the message holds its traceback."""
-
-
-class Worker(Protocol):
-    """Something that owns a shard: `begin` starts a call, `finish` waits for its answer."""
-
-    def begin(self, method: str, *arguments: object) -> None:
-        """Start a method of the shard."""
-        ...
-
-    def finish(self) -> Any:
-        """Its result."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
-
-
-class LocalWorker:
-    """A shard in this process."""
-
-    def __init__(self, spec: ShardSpec) -> None:
-        self._shard = Shard(spec)
-        self._result: Any = None
-
-    def begin(self, method: str, *arguments: object) -> None:
-        """Run at once."""
-        self._result = getattr(self._shard, method)(*arguments)
-
-    def finish(self) -> Any:
-        """What `begin` computed."""
-        return self._result
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class ProcessWorker:
-    """A shard in a process of its own, started afresh: no forked locks, no re-import of the caller's script."""
-
-    def __init__(self, spec: ShardSpec) -> None:
-        ours, theirs = socket.socketpair()
-        environment = os.environ | _WORKER_ENVIRONMENT
-        command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._send((sys.path, spec))
-
-    def begin(self, method: str, *arguments: object) -> None:
-        """Send the call."""
-        self._send((method, arguments))
-
-    def finish(self) -> Any:
-        """Wait for the answer."""
-        try:
-            problem, result = self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            raise self._died() from error
-        if problem:
-            raise WorkerFailed(problem)
-        return result
-
-    def close(self) -> None:
-        """The worker ends when its connection does."""
-        self._connection.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _send(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except ConnectionError as error:
-            raise self._died() from error
-
-    def _died(self) -> WorkerDied:
-        return WorkerDied(f"a worker process ended unexpectedly (exit code {self._process.wait()})")
+    number: int
+    tasks: Sequence[Sequence[Task]]
+    model: Arrays
 
 
 class Engine:
-    """Spreads blocks of clients over workers and puts their answers together."""
+    """Spreads blocks of clients over workers and puts their answers together.
 
-    def __init__(self, specs: Sequence[ShardSpec], *, in_process: bool) -> None:
+    Workers hold what their clients keep between rounds. One that is lost is rebuilt: a new one repeats the rounds since
+    everybody last downloaded the full model, and then the call that failed.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec], backend: Backend) -> None:
+        self._specs = specs
+        self._backend = backend
         self._owner = {
             client: worker for worker, spec in enumerate(specs) for block in spec.blocks.values() for client in block
         }
-        self._block_count = specs[0].block_count
+        self._rounds: list[_Round] = []
+        self._snapshots: list[Mapping[int, KeptArrays]] = [{} for _ in specs]
         self._workers: list[Worker] = []
         try:
             for spec in specs:
-                self._workers.append(LocalWorker(spec) if in_process else ProcessWorker(spec))
+                self._workers.append(backend.start(spec))
+            backend.prepare()
         except BaseException:
             self.close()
             raise
@@ -152,9 +73,11 @@ class Engine:
         """End the workers."""
         for worker in self._workers:
             worker.close()
+        self._backend.close()
 
     def reset(self) -> None:
         """Forget all kept state."""
+        self._forget_the_past()
         self._call("reset", [()] * len(self._workers))
 
     def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
@@ -162,24 +85,68 @@ class Engine:
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
             mine[self._owner[task.client]].append(task)
-        answers: list[ShardResult] = self._call("train", [(number, batch, model) for batch in mine])
+        if sum(task.download is None for task in tasks) == len(self._owner):
+            self._forget_the_past()
+        elif len(self._rounds) == REPLAY:
+            self._snapshots = self._call("snapshot", [()] * len(self._workers))
+            self._rounds = []
+        shared = self._backend.share(model)
+        answers: list[ShardResult] = self._call("train", [(number, batch, shared) for batch in mine])
+        self._rounds.append(_Round(number, mine, model))
         uploads = sorted((upload for answer in answers for upload in answer.uploads), key=lambda upload: upload.client)
         partials = {node: partial for answer in answers for node, partial in answer.partials.items()}
-        return ShardResult(tuple(uploads), reduce_tree(partials, self._block_count, merge_partials))
+        return ShardResult(tuple(uploads), reduce_tree(partials, self._specs[0].block_count, merge_partials))
 
     def evaluate(self, model: Arrays) -> Evaluation:
         """The global model on the whole test set, summed in chunk order."""
-        answers = self._call("evaluate", [(model,)] * len(self._workers))
+        answers = self._call("evaluate", [(self._backend.share(model),)] * len(self._workers))
         chunks: Mapping[int, Evaluation] = {chunk: part for answer in answers for chunk, part in answer.items()}
         first, *rest = (chunks[chunk] for chunk in sorted(chunks))
         for part in rest:
             first = first + part
         return first
 
+    def _forget_the_past(self) -> None:
+        self._rounds = []
+        self._snapshots = [{} for _ in self._specs]
+
     def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        for worker, given in zip(self._workers, arguments, strict=True):
-            worker.begin(method, *given)
-        return [worker.finish() for worker in self._workers]
+        deaths: list[WorkerDied | None] = [None] * len(self._workers)
+        for place, worker in enumerate(self._workers):
+            try:
+                worker.begin(method, *arguments[place])
+            except WorkerDied as death:
+                deaths[place] = death
+        answers = [None] * len(self._workers)
+        for place, worker in enumerate(self._workers):
+            try:
+                answers[place] = None if deaths[place] else worker.finish()
+            except WorkerDied as death:
+                deaths[place] = death
+        for place, death in enumerate(deaths):
+            if death:
+                answers[place] = self._rebuild(place, method, arguments[place], death)
+        return answers
+
+    def _rebuild(self, place: int, method: str, arguments: tuple[object, ...], death: WorkerDied) -> Any:
+        """A new worker in the place of a lost one, brought to where the other was, and its answer to the call."""
+        for _ in range(REBUILDS):
+            log.warning("%s; its clients are rebuilt and the round is repeated", death)
+            self._workers[place].close()
+            worker = self._workers[place] = self._backend.start(self._specs[place])
+            try:
+                self._ask(worker, "restore", self._snapshots[place])
+                for past in self._rounds:
+                    self._ask(worker, "train", past.number, past.tasks[place], self._backend.share(past.model))
+                return self._ask(worker, method, *arguments)
+            except WorkerDied as again:
+                death = again
+        raise death
+
+    @staticmethod
+    def _ask(worker: Worker, method: str, *arguments: object) -> Any:
+        worker.begin(method, *arguments)
+        return worker.finish()
 
 
 def block_ranges(clients: int) -> list[range]:

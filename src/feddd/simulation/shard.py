@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -18,52 +19,65 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator, Sums, add_sums
-from feddd.core.payload import coverage_size, decode, encode, pack_mask, payload_size, unpack_mask
+from feddd.core.payload import (
+    coverage_size,
+    decode,
+    droppable_bytes,
+    encode,
+    fixed_bytes,
+    pack_masks,
+    payload_sizes,
+    unpack_mask,
+)
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
+from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.reduction import Node, reduce_tree
-from feddd.simulation.trainers import Train, make_trainer
-from feddd.simulation.training import Evaluation, Start, Trained, Training, evaluate
-from feddd.strategies.client import Kept, complement, receive, report
+from feddd.simulation.samples import SampleArrays
+from feddd.simulation.trainers import Trainer, make_trainer
+from feddd.simulation.training import Evaluation, Local, Training, evaluate
+from feddd.strategies.client import merge, report_stack
 from feddd.strategies.protocol import Task, Upload
-from feddd.world import datasets, models
-from feddd.world.partitions import label_counts, label_coverage
+from feddd.world import models
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """All that a shard needs to build itself, small enough to send.
+    """All that a shard needs to build itself besides the data, small enough to send.
 
     blocks: block number → its clients; there are block_count in all
-    parts: client → its sample numbers    widths: client → its sub-model
+    samples: client → (start, end) of its samples in the common arrays    widths: client → its sub-model
+    label_coverage: client → Σ_c min(C·dis_n^c, 1)
     test_chunks: chunk number → (start, end) of the test samples it evaluates
     coverage: CR(k) per layer of the global model, None if all models are equal
     wire: send every payload through encode and decode instead of only charging its size
+    state_dir: keep what clients hold between rounds in memory-mapped files there, None for in memory
     """
 
-    dataset: str
-    data_dir: Path | None
     model: str
+    classes: int
     seed: int
     training: Training
     block_count: int
     blocks: Mapping[int, Sequence[int]]
-    parts: Mapping[int, NDArray[np.int64]]
+    samples: Mapping[int, tuple[int, int]]
     widths: Mapping[int, int]
+    label_coverage: Mapping[int, float]
     test_chunks: Mapping[int, tuple[int, int]]
     coverage: Arrays | None = None
     wire: bool = False
+    state_dir: Path | None = None
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Partial sums of some blocks: of what was sent, and of what was not (for the mask error; None if all was sent)."""
+    """Partial sums of some blocks: of what was sent, and of everything (for the mask error; None if all was sent)."""
 
     sent: Sums
-    dropped: Sums | None
+    full: Sums | None
 
 
 @dataclass(frozen=True)
@@ -76,57 +90,54 @@ class ShardResult:
 
 @dataclass(frozen=True)
 class _Width:
-    """One sub-model: its network (trained in place), layer table and coverage."""
+    """One sub-model: its network (a workbench), layer table, coverage and trainer."""
 
     module: nn.Module
     units: Units
     coverage: Mapping[str, Tensor] | None
-    train: Train
+    trainer: Trainer
 
 
-@dataclass
 class Shard:
     """Owns its clients for the length of a run."""
 
-    spec: ShardSpec
-    _kept: dict[int, Kept] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        spec = self.spec
-        data = datasets.load(spec.dataset, spec.data_dir, verify=False)
-        self._classes = data.classes
-        self._data = {n: _tensors(data, data.train_images, data.train_labels, part) for n, part in spec.parts.items()}
-        self._test = {
-            chunk: _tensors(data, data.test_images, data.test_labels, np.arange(*bounds))
-            for chunk, bounds in spec.test_chunks.items()
-        }
-        shape = data.train_images.shape[1:]
+    def __init__(self, spec: ShardSpec, arrays: SampleArrays) -> None:
+        self.spec = spec
+        device = spec.training.device
+        self._train_samples, self._test_samples = arrays.tensors(device)
+        shape = arrays.image_shape
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
-            module = models.build(spec.model, shape, data.classes, width)
+            module = models.build(spec.model, shape, spec.classes, width).to(device)
             table = units(module)
             own = narrow_coverage(coverage, table) if coverage else None
-            self._widths[width] = _Width(module, table, own, make_trainer(module, spec.training.trainer))
-        self._label_coverage = {
-            n: float(label_coverage(label_counts(labels.numpy(), [np.arange(len(labels))], self._classes))[0])
-            for n, (_, labels) in self._data.items()
-        }
+            self._widths[width] = _Width(module, table, own, make_trainer(module, table, spec.training.trainer))
+        self._kept = KeptStore(spec.state_dir, self._widths[0].units.droppable_elements)
 
     def reset(self) -> None:
         """Forget what clients kept: another strategy starts."""
         self._kept.clear()
 
+    def snapshot(self) -> dict[int, KeptArrays]:
+        """What every client keeps, as arrays."""
+        return self._kept.snapshot()
+
+    def restore(self, snapshot: Mapping[int, KeptArrays]) -> None:
+        """Go on from a snapshot."""
+        self._kept.restore(snapshot)
+
     def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
         """Run one round for the tasks of this shard's clients."""
         with single_thread():
             global_model = _from_arrays(model)
+            own_models = {width: self._own_model(width, global_model) for width in self._widths}
             by_client = {task.client: task for task in tasks}
             uploads: list[Upload] = []
             partials: dict[Node, Partial] = {}
             for block, clients in self.spec.blocks.items():
                 mine = [by_client[client] for client in clients if client in by_client]
-                own, partials[0, block] = self._train_block(number, mine, global_model)
+                own, partials[0, block] = self._train_block(number, mine, global_model, own_models)
                 uploads += own
                 # Merging as soon as a subtree is whole keeps a handful of sums alive, not one per block.
                 partials = reduce_tree(partials, self.spec.block_count, merge_partials)
@@ -135,98 +146,149 @@ class Shard:
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
         with single_thread():
-            params, network = _from_arrays(model), self._widths[0].module
-            return {chunk: evaluate(network, params, *data, self._classes) for chunk, data in self._test.items()}
+            params, network, samples = _from_arrays(model), self._widths[0].module, self._test_samples
+            return {
+                chunk: evaluate(network, params, samples.images[a:b], samples.labels[a:b], self.spec.classes)
+                for chunk, (a, b) in self.spec.test_chunks.items()
+            }
+
+    def _own_model(self, width: int, global_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The server's values of one sub-model, as far as they travel."""
+        table = self._widths[width].units
+        own = slice_model(global_model, self._widths[0].units, table) if width else global_model
+        return {slot.name: own[slot.name] for slot in table.slots}
 
     def _train_block(
-        self, number: int, tasks: Sequence[Task], global_model: Mapping[str, Tensor]
+        self,
+        number: int,
+        tasks: Sequence[Task],
+        global_model: Mapping[str, Tensor],
+        own_models: Mapping[int, Mapping[str, Tensor]],
     ) -> tuple[list[Upload], Partial]:
-        table = self._widths[0].units
-        sent = Aggregator(global_model, units=table)
-        dropped = Aggregator(global_model, units=table)
+        sent = Aggregator(global_model, units=self._widths[0].units)
+        drops = any(task.dropout > 0.0 for task in tasks)
+        full = Aggregator(global_model, units=self._widths[0].units) if drops else None
         uploads: list[Upload] = []
-        for width in sorted({self.spec.widths[task.client] for task in tasks}):
-            mine = [task for task in tasks if self.spec.widths[task.client] == width]
-            uploads += self._train_width(number, mine, self._widths[width], global_model, sent, dropped)
-        nothing_dropped = all(task.dropout == 0.0 for task in tasks)
-        return uploads, Partial(sent.sums(), None if nothing_dropped else dropped.sums())
+        # Clients with one kind of model and one selection rule go through a round together.
+        for kind, alike in groupby(sorted(tasks, key=self._kind), key=self._kind):
+            width, remaining = self._widths[kind[0]], list(alike)
+            while remaining:
+                stack, remaining = remaining[: width.trainer.clients], remaining[width.trainer.clients :]
+                uploads += self._train_stack(number, stack, width, own_models[kind[0]], sent, full)
+        return uploads, Partial(sent.sums(), full.sums() if full else None)
 
-    def _train_width(
+    def _kind(self, task: Task) -> tuple[int, str, tuple[str, ...]]:
+        return self.spec.widths[task.client], task.selector, task.always_send
+
+    def _train_stack(
         self,
         number: int,
         tasks: Sequence[Task],
         width: _Width,
-        global_model: Mapping[str, Tensor],
+        own_model: Mapping[str, Tensor],
         sent: Aggregator,
-        dropped: Aggregator,
-    ) -> Iterator[Upload]:
-        """The client half of a round for clients of one width; what they send and drop goes straight into the sums."""
-        download_bytes: list[int] = []
-
-        def starts() -> Iterator[Start]:
-            for task in tasks:
-                before, size = self._download(task, global_model, width)
-                download_bytes.append(size)
-                yield Start(before, *self._data[task.client], stream(self.spec.seed, "batches", number, task.client))
-
-        trained_clients = width.train(starts(), self.spec.training)
-        for place, (task, (start, trained)) in enumerate(zip(tasks, trained_clients, strict=True)):
-            client, samples = task.client, len(start.labels)
-            if not trained.finite:
-                self._kept.pop(client, None)
-                yield Upload(client, status="diverged", samples=samples, download_bytes=download_bytes[place])
-                continue
-            rng = stream(self.spec.seed, "selection", number, client)
-            mask, self._kept[client] = report(
-                start.before, trained.after, task, width.units, rng=rng, coverage=width.coverage
+        full: Aggregator | None,
+    ) -> list[Upload]:
+        """The client half of a round for some alike clients; what they send, and all they have, goes into the sums."""
+        before, download_bytes = self._download(tasks, width, own_model)
+        seed, spans = self.spec.seed, [self.spec.samples[task.client] for task in tasks]
+        clients = [
+            Local(first, end - first, stream(seed, "batches", number, task.client))
+            for task, (first, end) in zip(tasks, spans, strict=True)
+        ]
+        trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
+        fine = trained.finite()
+        uploads = [
+            self._diverged(tasks[place].client, download_bytes[place]) for place in np.flatnonzero(~fine).tolist()
+        ]
+        if uploads:
+            before, trained, download_bytes = _only(before, fine), trained.only(fine), download_bytes[fine]
+            tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
+            if not tasks:
+                return uploads
+        rngs = None
+        if tasks[0].selector == "random":
+            rngs = [stream(seed, "selection", number, task.client) for task in tasks]
+        masks, kept = report_stack(before, trained.after, tasks, width.units, rngs=rngs, coverage=width.coverage)
+        weights = torch.tensor([float(self._count(task.client)) for task in tasks], dtype=torch.float64)
+        sent.add_stack(self._upload(trained.after, masks, width.units), masks, weights)
+        if full is not None:
+            full.add_stack(trained.after, None, weights)
+        packed = pack_masks(masks, width.units)
+        upload_bytes = payload_sizes(packed, width.units)
+        shares = (upload_bytes - fixed_bytes(width.units)) / droppable_bytes(width.units)
+        for place, task in enumerate(tasks):
+            self._kept.put(task.client, kept[place])
+            uploads.append(
+                Upload(
+                    client=task.client,
+                    mask=packed[place],
+                    kept_share=float(shares[place]),
+                    train_loss=float(trained.mean_loss[place]),
+                    oort_statistic=float(trained.oort_statistic[place]),
+                    samples=self._count(task.client),
+                    label_coverage=self.spec.label_coverage[task.client],
+                    upload_bytes=int(upload_bytes[place]),
+                    download_bytes=int(download_bytes[place]),
+                )
             )
-            values, upload_bytes = self._transfer(trained.after, mask, width.units)
-            sent.add(values, mask, float(samples))
-            if task.dropout > 0.0:
-                dropped.add(trained.after, complement(mask), float(samples))
-            yield self._upload(client, trained, mask, width.units, upload_bytes, download_bytes[place])
+        return uploads
 
-    def _download(self, task: Task, global_model: Mapping[str, Tensor], width: _Width) -> tuple[dict[str, Tensor], int]:
-        """What the client holds after the download, and what the download costs."""
-        own = dict(global_model)
-        if width is not self._widths[0]:
-            own |= slice_model(global_model, self._widths[0].units, width.units)  # integers stay the server's
-        full = task.download is None
-        mask = width.units.full_mask() if task.download is None else unpack_mask(task.download, width.units)
-        received, size = self._transfer(own, mask, width.units)
-        extra = coverage_size(width.units) if task.coverage else 0
-        kept = None if full else self._kept[task.client]
-        return receive({**own, **received}, kept, width.units), size + extra
+    def _download(
+        self, tasks: Sequence[Task], width: _Width, own_model: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+        """What the clients hold after the download, a stack, and what it cost each."""
+        table = width.units
+        full_mask = pack_masks({name: mask[None] for name, mask in table.full_mask().items()}, table)[0]
+        packed = [full_mask if task.download is None else task.download for task in tasks]
+        sizes = payload_sizes(packed, table)
+        before = {name: tensor.expand(len(tasks), *tensor.shape).clone() for name, tensor in own_model.items()}
+        for place, task in enumerate(tasks):
+            own = {name: stack[place] for name, stack in before.items()}
+            if self.spec.wire:
+                data = encode(own_model, unpack_mask(packed[place], table), units=table)
+                received, _ = decode(data, own_model, units=table, finite=True)
+                for name, tensor in own.items():
+                    tensor.copy_(received[name])
+            if task.download is not None:
+                merge(own, self._kept[task.client], table)
+            # A full download replaces all that was kept, and training is about to replace it in any case.
+            self._kept.forget(task.client)
+        extra = np.array([coverage_size(table) if task.coverage else 0 for task in tasks])
+        return before, sizes + extra
 
-    def _transfer(self, params: Mapping[str, Tensor], mask: Mask, table: Units) -> tuple[Mapping[str, Tensor], int]:
-        """What arrives at the other end, and its bytes: really encoded, or only measured."""
+    def _upload(self, after: Mapping[str, Tensor], masks: Mask, table: Units) -> Mapping[str, Tensor]:
+        """What arrives at the server: with `wire` really encoded and decoded, zero where nothing was sent."""
         if not self.spec.wire:
-            return params, payload_size(mask, params, units=table)
-        data = encode(params, mask, units=table)
-        values, _ = decode(data, params, units=table, finite=True)
-        return values, len(data)
+            return after
+        arrived = []
+        for place in range(len(next(iter(masks.values())))):
+            own = {name: stack[place] for name, stack in after.items()}
+            data = encode(own, {name: mask[place] for name, mask in masks.items()}, units=table)
+            arrived.append(decode(data, own, units=table, finite=True)[0])
+        return {name: torch.stack([values[name] for values in arrived]) for name in after}
 
-    def _upload(
-        self, client: int, trained: Trained, mask: Mask, table: Units, upload_bytes: int, download_bytes: int
-    ) -> Upload:
-        return Upload(
-            client=client,
-            mask=pack_mask(mask, table),
-            kept_share=table.kept_elements(mask) / table.elements,
-            train_loss=trained.mean_loss,
-            oort_statistic=trained.oort_statistic,
-            samples=len(self._data[client][1]),
-            label_coverage=self._label_coverage[client],
-            upload_bytes=upload_bytes,
-            download_bytes=download_bytes,
-        )
+    def _diverged(self, client: int, download_bytes: int) -> Upload:
+        return Upload(client, status="diverged", samples=self._count(client), download_bytes=int(download_bytes))
+
+    def _count(self, client: int) -> int:
+        first, end = self.spec.samples[client]
+        return end - first
 
 
 def merge_partials(left: Partial, right: Partial) -> Partial:
     """Two neighbouring subtrees as one; the left one's arrays are used up."""
-    if left.dropped is None or right.dropped is None:
-        return Partial(add_sums(left.sent, right.sent), left.dropped or right.dropped)
-    return Partial(add_sums(left.sent, right.sent), add_sums(left.dropped, right.dropped))
+    full = None
+    if left.full or right.full:
+        # A block in which nobody dropped anything has sent all it has.
+        everything = left.full or replace(left.sent, numerator=left.sent.numerator.copy())
+        full = add_sums(everything, right.full or right.sent)
+    return Partial(add_sums(left.sent, right.sent), full)
+
+
+def _only(stack: Mapping[str, Tensor], chosen: NDArray[np.bool_]) -> dict[str, Tensor]:
+    places = torch.from_numpy(np.flatnonzero(chosen))
+    return {name: values.index_select(0, places.to(values.device)) for name, values in stack.items()}
 
 
 @contextmanager
@@ -247,10 +309,3 @@ def to_arrays(params: Mapping[str, Tensor]) -> dict[str, NDArray[np.generic]]:
 
 def _from_arrays(arrays: Arrays) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-
-
-def _tensors(
-    data: datasets.Dataset, images: NDArray[np.uint8], labels: NDArray[np.int64], index: NDArray[np.int64]
-) -> tuple[Tensor, Tensor]:
-    """Some samples as a network takes them."""
-    return torch.from_numpy(data.inputs(images[index])), torch.from_numpy(np.asarray(labels[index], dtype=np.int64))

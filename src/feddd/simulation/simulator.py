@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,13 +23,17 @@ from feddd.core.submodel import coverage
 from feddd.core.units import Units, units
 from feddd.errors import RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
 from feddd.simulation.training import Evaluation, Training
+from feddd.simulation.workers import Backend, InProcess, Processes
 from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
+from feddd.world.partitions import label_counts, label_coverage
 
+EngineName = Literal["local", "ray"]
 TEST_CHUNK = 1000
 
 
@@ -40,11 +45,10 @@ class EverybodyDiverged(RunError):
 class World:
     """What all strategies of an experiment share: data split, devices, initial weights, batch order.
 
-    parts: each client's sample numbers    model: a name or import path    data_dir: where workers find the data set
+    parts: each client's sample numbers    model: a name or import path
     """
 
     dataset: Dataset
-    data_dir: Path | None
     parts: Sequence[NDArray[np.int64]]
     devices: Devices
     model: str
@@ -80,10 +84,22 @@ class RoundRecord:
 class Simulation:
     """A world with its workers; runs one strategy after another on it."""
 
-    def __init__(self, world: World, *, workers: int | None = None, wire: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        workers: int | None = None,
+        engine: EngineName = "local",
+        state_dir: Path | None = None,
+        wire: bool = False,
+    ) -> None:
+        """workers: how many shards (default: one per core)    engine: "local" processes or a "ray" cluster
+
+        state_dir: keep what clients hold between rounds in memory-mapped files there    wire: really encode payloads
+        """
         self._world = world
         data = world.dataset
-        shape = data.train_images.shape[1:]
+        shape = data.image_shape
         module = models.build(world.model, shape, data.classes, seed=world.seed)
         models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -94,8 +110,8 @@ class Simulation:
         ]
         self._width_of = [client % count for client in range(len(world.parts))]
         self.fleet = _fleet(world.devices, [self._tables[width] for width in self._width_of], self.units)
-        specs = self._specs(workers or default_workers(), wire)
-        self._engine = Engine(specs, in_process=len(specs) == 1)
+        specs = self._specs(workers or default_workers(), state_dir, wire)
+        self._engine = Engine(specs, self._backend(engine, len(specs)))
 
     def __enter__(self) -> Simulation:
         return self
@@ -139,10 +155,11 @@ class Simulation:
         sent = Aggregator(state.model, units=self.units)
         sent.merge(total.sent)
         model = sent.result()
-        if total.dropped is None:
+        if total.full is None:
             return model, 0.0
-        sent.merge(total.dropped)
-        return model, mask_error(model, sent.result(), self.units)
+        full = Aggregator(state.model, units=self.units)
+        full.merge(total.full)
+        return model, mask_error(model, full.result(), self.units)
 
     def _row(self, upload: Upload, dropout: float) -> ClientRow:
         """Charge the encoded bits to the client's links."""
@@ -157,7 +174,25 @@ class Simulation:
             upload_seconds=latency.transfer_seconds(8.0 * upload.upload_bytes, float(fleet.uplink_bits_per_s[client])),
         )
 
-    def _specs(self, workers: int, wire: bool) -> list[ShardSpec]:
+    def _backend(self, engine: EngineName, shards: int) -> Backend:
+        world = self._world
+        layout = Layout(
+            train=sum(len(part) for part in world.parts),
+            test=len(world.dataset.test_labels),
+            image_shape=world.dataset.image_shape,
+            channels_last=world.training.trainer == "channels_last",
+        )
+
+        def fill_in(arrays: SampleArrays) -> None:
+            fill(arrays, world.dataset, world.parts)
+
+        if engine == "ray":
+            from feddd.simulation.ray_workers import RayActors
+
+            return RayActors(layout, fill_in)
+        return InProcess(layout, fill_in) if shards == 1 else Processes(layout, fill_in)
+
+    def _specs(self, workers: int, state_dir: Path | None, wire: bool) -> list[ShardSpec]:
         world = self._world
         tests = len(world.dataset.test_labels)
         chunks = {start // TEST_CHUNK: (start, min(start + TEST_CHUNK, tests)) for start in range(0, tests, TEST_CHUNK)}
@@ -167,20 +202,23 @@ class Simulation:
         shares = assign_blocks(costs, workers)
         tables = [self._tables[width] for width in self._width_of]
         share = coverage(self.units, tables) if len(self._tables) > 1 else None
+        ends = np.cumsum([len(part) for part in world.parts]).tolist()
+        labels = label_coverage(label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes))
         return [
             ShardSpec(
-                dataset=world.dataset.name,
-                data_dir=world.data_dir,
                 model=world.model,
+                classes=world.dataset.classes,
                 seed=world.seed,
                 training=world.training,
                 block_count=len(blocks),
                 blocks={block: list(blocks[block]) for block in mine},
-                parts={n: world.parts[n] for block in mine for n in blocks[block]},
+                samples={n: (ends[n] - len(world.parts[n]), ends[n]) for block in mine for n in blocks[block]},
                 widths={n: self._width_of[n] for block in mine for n in blocks[block]},
+                label_coverage={n: float(labels[n]) for block in mine for n in blocks[block]},
                 test_chunks={chunk: bounds for chunk, bounds in chunks.items() if chunk % len(shares) == worker},
                 coverage=None if share is None else to_arrays(share),
                 wire=wire,
+                state_dir=state_dir,
             )
             for worker, mine in enumerate(shares)
         ]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from feddd.simulation.training import Start, Trained, Training, batches
+from feddd.core.units import Params
+from feddd.simulation.training import Local, Samples, Trained, Training, batches, gather
 
 Step = Callable[[Tensor, Sequence[Tensor], int], Tensor]
 
@@ -91,30 +92,42 @@ def _step(layer: nn.Module, dense: bool) -> Step | None:
     return None
 
 
-def train_stacked(network: Chain, starts: Sequence[Start], training: Training) -> list[Trained]:
-    """The same as training each client alone, up to rounding; results in the given order."""
-    schedules = [_schedule(len(start.labels), training, start.rng) for start in starts]
-    # Longest first: those still at work are always the first of the stack.
-    order = sorted(range(len(starts)), key=lambda client: -len(schedules[client]))
-    stack = [torch.stack([starts[client].before[name] for client in order]) for name in network.names]
-    images = torch.cat([starts[client].images for client in order])
-    labels = torch.cat([starts[client].labels for client in order])
-    offsets = np.cumsum([0, *(len(starts[client].labels) for client in order)])
-    losses: list[list[Tensor]] = [[] for _ in order]
+def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local], Training], Trained]:
+    """The same as training each client alone, up to rounding."""
     update = _dense_step if network.dense else _autograd_step
-    for number in range(len(schedules[order[0]])):
-        chosen = [schedules[client][number] for client in order if number < len(schedules[client])]
-        index, weight = _padded(chosen, offsets)
-        active = [values[: len(chosen)] for values in stack]
-        each = update(network, active, images[index], labels[index], weight, training.learning_rate)
-        for place, batch in enumerate(chosen):
-            losses[place].append(each[place, : len(batch)])
-    results: list[Trained | None] = [None] * len(starts)
-    for place, client in enumerate(order):
-        after = dict(starts[client].before)
-        after |= {name: values[place] for name, values in zip(network.names, stack, strict=True)}
-        results[client] = Trained.from_losses(after, torch.cat(losses[place]))
-    return [trained for trained in results if trained is not None]
+
+    def train(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
+        # Longest first: those still at work are always the first of the stack.
+        order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
+        index, weight = _schedule([clients[place] for place in order], training)
+        steps = (weight[:, :, 0] > 0).sum(1).tolist()
+        places = torch.tensor(order, device=samples.labels.device)
+        stack = [before[name].index_select(0, places) for name in network.names]
+        sums = torch.zeros(2, len(order), dtype=torch.float64, device=samples.labels.device)
+        for step in range(max(steps)):
+            active = sum(count > step for count in steps)
+            longest = int((weight[:active, step] > 0).sum(1).max())
+            shares = torch.from_numpy(weight[:active, step, :longest]).to(places.device)
+            chosen = torch.from_numpy(index[:active, step, :longest])
+            images, labels = gather(samples, chosen.flatten())
+            losses = update(
+                network,
+                [values[:active] for values in stack],
+                images.unflatten(0, chosen.shape),
+                labels.view(chosen.shape),
+                shares,
+                training.learning_rate,
+            )
+            counted = losses.double() * (shares > 0)
+            sums[0, :active] += counted.sum(1)
+            sums[1, :active] += counted.square().sum(1)
+        back = torch.empty_like(places).scatter_(0, places, torch.arange(len(order), device=places.device))
+        after = {name: values.index_select(0, back) for name, values in zip(network.names, stack, strict=True)}
+        seen = np.array([training.epochs * client.count for client in clients])
+        mean, mean_square = sums.index_select(1, back).cpu().numpy() / seen
+        return Trained(after, mean, np.sqrt(mean_square))
+
+    return train
 
 
 def _autograd_step(
@@ -157,17 +170,17 @@ def _dense_step(
     return losses
 
 
-def _schedule(samples: int, training: Training, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    rng.integers(2**63)  # the reference trainer seeds stochastic layers with it; keep all in step
-    return list(batches(samples, training, rng))
-
-
-def _padded(chosen: Sequence[NDArray[np.int64]], offsets: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Sample numbers [clients, batch], short batches padded with anything, and each sample's weight (0 for padding)."""
-    longest = max(len(batch) for batch in chosen)
-    index = np.zeros((len(chosen), longest), dtype=np.int64)
-    weight = np.zeros((len(chosen), longest), dtype=np.float32)
-    for place, batch in enumerate(chosen):
-        index[place, : len(batch)] = batch + offsets[place]
-        weight[place, : len(batch)] = 1.0 / len(batch)
-    return torch.from_numpy(index), torch.from_numpy(weight)
+def _schedule(
+    clients: Sequence[Local], training: Training
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Sample numbers [clients, steps, batch] and each sample's weight in its batch; what is padding has weight 0."""
+    size = training.batch_size
+    steps = training.epochs * -(-clients[0].count // size)
+    index = np.zeros((len(clients), steps, size), dtype=np.int64)
+    weight = np.zeros((len(clients), steps, size), dtype=np.float32)
+    for place, client in enumerate(clients):
+        client.rng.integers(2**63)  # the reference trainer seeds stochastic layers with it; keep all in step
+        for step, batch in enumerate(batches(client.count, training, client.rng)):
+            index[place, step, : len(batch)] = batch + client.first
+            weight[place, step, : len(batch)] = 1.0 / len(batch)
+    return index, weight

@@ -7,23 +7,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from feddd.simulation.stacked import Chain, chain, train_stacked
-from feddd.simulation.training import Start, Trained, Training, train
+from feddd.core.units import Params, Units
+from feddd.simulation.stacked import chain, stack_trainer
+from feddd.simulation.training import Local, Samples, Trained, Training, train
 
-Train = Callable[[Iterable[Start], Training], Iterator[tuple[Start, Trained]]]
+Train = Callable[[Params, Samples, Sequence[Local], Training], Trained]
 
 STACK = 10
 """Clients in one stack: more did not pay, and every one costs memory for its parameters and activations."""
 SMALL = 200_000
 """Models with more parameters keep a core busy alone; stacking them was slower (CNN2, 587,194)."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """train: some clients from W to Ŵ, both stacks of the tensors of the layer table    clients: how many at most"""
+
+    train: Train
+    clients: int
 
 
 def choose_trainer(model: nn.Module) -> str:
@@ -33,31 +40,37 @@ def choose_trainer(model: nn.Module) -> str:
     return "channels_last" if any(isinstance(layer, nn.Conv2d) for layer in model.modules()) else "reference"
 
 
-def make_trainer(model: nn.Module, name: str) -> Train:
-    """The function that trains clients from W to Ŵ, in the order given."""
+def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
+    """A trainer by name; the two that train one client at a time use the model as their workbench."""
     if name == "stacked":
         network = chain(model)
         if network is None:
             raise ValueError('trainer "stacked" does not fit this model; use "reference"')
-        return partial(_in_stacks, network)
+        return Trainer(stack_trainer(network), STACK)
     if name == "channels_last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
-        return partial(_channels_last, model)
-    return partial(_one_by_one, model)
+    return Trainer(_one_by_one(model, table), 1)
 
 
-def _one_by_one(model: nn.Module, starts: Iterable[Start], training: Training) -> Iterator[tuple[Start, Trained]]:
-    for start in starts:
-        yield start, train(model, start, training)
+def _one_by_one(model: nn.Module, table: Units) -> Train:
+    tensors = model.state_dict()
+    carried = {slot.name for slot in table.slots} | {alias for alias, _ in table.aliases}
+    # Counters and the like are no part of what clients exchange: everybody starts from the same.
+    initial = {name: tensor.clone() for name, tensor in tensors.items() if name not in carried}
 
+    def run(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
+        after = {slot.name: torch.empty_like(before[slot.name]) for slot in table.slots}
+        losses: list[Tensor] = []
+        for place, client in enumerate(clients):
+            for name, tensor in initial.items():
+                tensors[name].copy_(tensor)
+            for slot in table.slots:
+                tensors[slot.name].copy_(before[slot.name][place])
+            losses.append(train(model, samples, client, training).double())
+            for slot in table.slots:
+                after[slot.name][place].copy_(tensors[slot.name])
+        mean = torch.stack([each.mean() for each in losses])
+        mean_square = torch.stack([each.square().mean() for each in losses])
+        return Trained(after, mean.cpu().numpy(), mean_square.sqrt().cpu().numpy())
 
-def _channels_last(model: nn.Module, starts: Iterable[Start], training: Training) -> Iterator[tuple[Start, Trained]]:
-    for start in starts:
-        images = start.images.contiguous(memory_format=torch.channels_last)
-        yield start, train(model, replace(start, images=images), training)
-
-
-def _in_stacks(network: Chain, starts: Iterable[Start], training: Training) -> Iterator[tuple[Start, Trained]]:
-    remaining = iter(starts)
-    while stack := list(islice(remaining, STACK)):
-        yield from zip(stack, train_stacked(network, stack, training), strict=True)
+    return run

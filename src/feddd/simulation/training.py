@@ -1,8 +1,7 @@
-"""Local training of one client: the reference loop, plain autograd and a hand-written SGD step."""
+"""Local training: what goes in and comes out, and the reference loop of one client, plain autograd and SGD by hand."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,52 +13,64 @@ from torch.nn import functional
 
 from feddd.core.units import Params
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Training:
-    """How clients train: SGD for so many epochs, by the trainer of this name."""
+    """How clients train: SGD for so many epochs, by the trainer of this name, on this device of torch's."""
 
     epochs: int = 1
     batch_size: int = 32
     learning_rate: float = 0.01
     trainer: str = "reference"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Start:
-    """A client about to train: W, its data ([samples, channels, height, width] and [samples]) and its generator."""
+class Samples:
+    """Everybody's data, one client after the other: images [samples, channels, height, width] and labels [samples]."""
 
-    before: Params
     images: Tensor
     labels: Tensor
+
+
+@dataclass(frozen=True)
+class Local:
+    """A client about to train: where its samples lie, and its generator."""
+
+    first: int
+    count: int
     rng: np.random.Generator
 
 
 @dataclass(frozen=True)
 class Trained:
-    """after: Ŵ (views of the module that trained; use them before it trains again)
+    """Some clients after training; everything but `after` is [clients].
 
-    mean_loss: over all samples processed    oort_statistic: √(mean of squared sample losses)
+    after: Ŵ, a stack    mean_loss: over all samples processed    oort_statistic: √(mean of squared sample losses)
     """
 
     after: dict[str, Tensor]
-    mean_loss: float
-    oort_statistic: float
+    mean_loss: Floats
+    oort_statistic: Floats
 
-    @classmethod
-    def from_losses(cls, after: dict[str, Tensor], sample_losses: Tensor) -> Trained:
-        """With the statistics of the losses of all samples processed."""
-        losses = sample_losses.double()
-        return cls(after, float(losses.mean()), float(losses.square().mean().sqrt()))
+    def only(self, chosen: NDArray[np.bool_]) -> Trained:
+        """Some of the clients."""
+        places = torch.from_numpy(np.flatnonzero(chosen))
+        after = {name: values.index_select(0, places.to(values.device)) for name, values in self.after.items()}
+        return Trained(after, self.mean_loss[chosen], self.oort_statistic[chosen])
 
-    @property
-    def finite(self) -> bool:
-        """Whether the client may be counted: loss and weights are numbers."""
-        numbers = (tensor for tensor in self.after.values() if tensor.is_floating_point())
-        # A float64 sum of float32 values is finite exactly when all of them are, and quicker than asking each.
-        return math.isfinite(self.mean_loss) and all(
-            math.isfinite(float(tensor.sum(dtype=torch.float64))) for tensor in numbers
-        )
+    def finite(self) -> NDArray[np.bool_]:
+        """Which clients may be counted: loss and weights are numbers."""
+        fine = torch.from_numpy(np.isfinite(self.mean_loss))
+        for stack in self.after.values():
+            rows = stack.flatten(1) if stack.dim() > 1 else stack[:, None]
+            # A norm is a number only if all its values are; it may overflow where they do not, so ask again.
+            suspect = ~torch.linalg.vector_norm(rows, dim=1).isfinite()
+            if bool(suspect.any()):
+                fine &= rows.isfinite().all(1).cpu()
+        return fine.numpy()
 
 
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
@@ -70,25 +81,33 @@ def batches(samples: int, training: Training, rng: np.random.Generator) -> Itera
             yield order[start : start + training.batch_size]
 
 
-def train(model: nn.Module, start: Start, training: Training) -> Trained:
-    """Step 1 of a round: start from W, run the configured epochs on the client's own data."""
+def train(model: nn.Module, samples: Samples, client: Local, training: Training) -> Tensor:
+    """Run the configured epochs on one client's data, changing the model; returns the loss of every sample seen."""
     model.train()
-    model.load_state_dict(start.before)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(start.rng.integers(2**63)))
-        for index in batches(len(start.labels), training, start.rng):
-            chosen = torch.from_numpy(index)
-            losses = functional.cross_entropy(model(start.images[chosen]), start.labels[chosen], reduction="none")
+        torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
+        for index in batches(client.count, training, client.rng):
+            images, labels = gather(samples, torch.from_numpy(index + client.first))
+            losses = functional.cross_entropy(model(images), labels, reduction="none")
             gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
                         parameter.add_(gradient, alpha=-training.learning_rate)
             sample_losses.append(losses.detach())
-    return Trained.from_losses(model.state_dict(), torch.cat(sample_losses))
+    return torch.cat(sample_losses)
+
+
+def gather(samples: Samples, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The samples of these numbers, in channels_last if all are."""
+    chosen = index.to(samples.labels.device)
+    if samples.images.is_contiguous():
+        return samples.images.index_select(0, chosen), samples.labels.index_select(0, chosen)
+    pixels = samples.images.permute(0, 2, 3, 1).index_select(0, chosen)
+    return pixels.permute(0, 3, 1, 2), samples.labels.index_select(0, chosen)
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ class Evaluation:
         return self.loss_sum / float(self.total.sum())
 
     @property
-    def class_accuracy(self) -> NDArray[np.float64]:
+    def class_accuracy(self) -> Floats:
         """Accuracy per class, NaN for a class without test samples."""
         return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
 
@@ -128,6 +147,6 @@ def evaluate(model: nn.Module, params: Params, images: Tensor, labels: Tensor, c
     right = logits.argmax(1) == labels
     return Evaluation(
         loss_sum,
-        np.bincount(labels[right].numpy(), minlength=classes).astype(np.int64),
-        np.bincount(labels.numpy(), minlength=classes).astype(np.int64),
+        np.bincount(labels[right].cpu().numpy(), minlength=classes).astype(np.int64),
+        np.bincount(labels.cpu().numpy(), minlength=classes).astype(np.int64),
     )

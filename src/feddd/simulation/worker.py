@@ -1,4 +1,7 @@
-"""The main loop of a worker process: ``python -m feddd.simulation.worker FD`` serves one shard over a socket."""
+"""The main loop of a worker process: ``python -m feddd.simulation.worker SOCKET SAMPLES`` serves a shard.
+
+Both arguments are file descriptors: the connection to the coordinator, and the memory that holds the samples.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,23 @@ import traceback
 from multiprocessing.connection import Connection
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, samples: int) -> None:
     """Build the shard, then answer calls until the other end closes."""
-    path, spec = connection.recv()
+    path, spec, layout = connection.recv()
     sys.path[:] = path
     problem = shard = None
     try:
         from feddd.simulation.shard import Shard
-
-        shard = Shard(spec)
+        from feddd.simulation.workers import mapped
     except Exception:  # whatever goes wrong here and below belongs to the coordinator, with its trace
         problem = traceback.format_exc()
     while True:
         method, arguments = connection.recv()
         result = None
-        if shard is not None:
+        if problem is None:
             try:
+                # The samples are there from the first call on.
+                shard = shard or Shard(spec, mapped(samples, layout))
                 result = getattr(shard, method)(*arguments)
             except Exception:
                 problem = traceback.format_exc()
@@ -35,4 +39,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     # The coordinator may leave at any moment, also while this end reads, works or writes.
     with contextlib.suppress(EOFError, ConnectionError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from feddd.core.selection import select
+from feddd.core.selection import select_stack
 from feddd.core.units import Mask, Params, Units
 from feddd.strategies.protocol import Task
 
@@ -32,8 +32,13 @@ def receive(received: Params, kept: Kept | None, units: Units) -> dict[str, Tens
     local = {name: tensor.clone() for name, tensor in received.items()}
     local |= {alias: local[name] for alias, name in units.aliases}
     if kept is not None:
-        units.put(local, complement(kept.mask), kept.values, fixed=False)
+        merge(local, kept, units)
     return local
+
+
+def merge(local: Params, kept: Kept, units: Units) -> None:
+    """Write what the client kept into the model that it was sent."""
+    units.put(local, complement(kept.mask), kept.values, fixed=False)
 
 
 def report(
@@ -46,17 +51,37 @@ def report(
     coverage: Mapping[str, Tensor] | None = None,
 ) -> tuple[Mask, Kept]:
     """Which units to upload, and what to keep of the rest."""
-    mask = select(
+    old, new = ({slot.name: params[slot.name].unsqueeze(0) for slot in units.slots} for params in (before, after))
+    masks, (kept,) = report_stack(old, new, [task], units, rngs=[rng], coverage=coverage)
+    return {name: mask[0] for name, mask in masks.items()}, kept
+
+
+def report_stack(
+    before: Params,
+    after: Params,
+    tasks: Sequence[Task],
+    units: Units,
+    *,
+    rngs: Sequence[np.random.Generator] | None,
+    coverage: Mapping[str, Tensor] | None = None,
+) -> tuple[Mask, list[Kept]]:
+    """`report` for several clients of one model whose tasks differ in nothing but the rate; rngs: for "random"."""
+    masks = select_stack(
         before,
         after,
-        task.dropout,
-        selector=task.selector,
-        coverage=coverage,
-        rng=rng,
+        [task.dropout for task in tasks],
         units=units,
-        always_send=task.always_send,
+        selector=tasks[0].selector,
+        coverage=coverage,
+        rngs=rngs,
+        always_send=tasks[0].always_send,
     )
-    return mask, Kept(mask, units.take(after, complement(mask), fixed=False))
+    kept = []
+    for client in range(len(tasks)):
+        mask = {name: rows[client] for name, rows in masks.items()}
+        own = {slot.name: after[slot.name][client] for slot in units.slots}
+        kept.append(Kept(mask, units.take(own, complement(mask), fixed=False).cpu()))
+    return masks, kept
 
 
 def complement(mask: Mapping[str, Tensor]) -> Mask:

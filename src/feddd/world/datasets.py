@@ -44,6 +44,12 @@ class Dataset:
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
+
     def inputs(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """What a network sees of images: pixels in [0, 1], standardised per channel."""
         mean, deviation = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.deviation))
