@@ -99,7 +99,7 @@ class Aggregator:
         """Count several clients of one model at once.
 
         values: stacks, finite also where nothing was sent    weights: float64 [clients]
-        masks: [clients, units] per layer, None if everybody sent everything
+        masks: [clients, units] per layer; None counts everything, and adds up in the precision of the values
         """
         table = self._units.fit({slot.name: values[slot.name][0] for slot in self._units.slots})
         _check_nested(table, self._units)
@@ -111,7 +111,10 @@ class Aggregator:
             counted[own.name] += shares.sum(0)
             for slot, own_slot in zip(layer.slots, own.slots, strict=True):
                 rows = own_slot.stacked_rows(values[slot.name].detach())
-                total = torch.einsum("cu,cun->un", shares.to(rows.device), rows.double()).cpu()
+                if masks is None:
+                    total = torch.mv(rows.flatten(1).T, weights.to(rows)).cpu()
+                else:
+                    total = torch.einsum("cu,cun->un", shares.to(rows.device), rows.double()).cpu()
                 shape = own_slot.rows(values[slot.name][0]).shape
                 prefix(slot.rows(self._views[slot.name]), shape).add_(total.view(shape))
         for slot in self._units.fixed:

@@ -132,9 +132,10 @@ def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.boo
 
 def _importance(layer: Layer, before: Params, after: Params) -> Floats:
     """I(k) = ‖ΔW ⊙ Ŵ ⊘ W‖₂ over all parameters of unit k (Eq. 20), in float64, with |W| floored."""
-    floors = WEIGHT_FLOOR * _root_mean_square(layer, before)
+    floors = WEIGHT_FLOOR * _root_mean_squares(layer, before)
     # A layer that is all zeros has no scale of its own: any floor gives the same ranking there.
-    floor = torch.where(floors > 0, floors, 1.0).to(before[layer.slots[0].name].device)[:, None, None]
+    floors[floors == 0.0] = 1.0
+    floor = torch.from_numpy(floors).to(before[layer.slots[0].name].device)[:, None, None]
 
     def values(old: Tensor, new: Tensor, clients: slice) -> Tensor:
         weight, trained = old.to(torch.float64, copy=True), new.double()
@@ -166,31 +167,32 @@ def _random(layer: Layer, rngs: Sequence[np.random.Generator]) -> Floats:
     return np.stack([rng.random(layer.units) for rng in rngs])
 
 
-def _root_mean_square(layer: Layer, params: Params) -> Tensor:
-    """Of each client's weights in the layer, float64 [clients]."""
+def _root_mean_squares(layer: Layer, params: Params) -> Floats:
+    """Of each client's weights in the layer, [clients]."""
     rows = [slot.stacked_rows(params[slot.name].detach()).flatten(1) for slot in layer.slots if not slot.buffer]
     if not rows:
-        return torch.zeros(len(params[layer.slots[0].name]), dtype=torch.float64)
+        return np.zeros(len(params[layer.slots[0].name]))
     # float32 sums are precise enough for a floor and several times faster, unless a square leaves their range.
-    norms = torch.stack([torch.linalg.vector_norm(part.float(), dim=1).double() for part in rows])
-    if not bool((norms.isfinite() & (norms > 0)).all()):
-        norms = torch.stack([torch.linalg.vector_norm(part.double(), dim=1) for part in rows])
-    return torch.linalg.vector_norm(norms, dim=0).cpu() / math.sqrt(sum(part.shape[1] for part in rows))
+    norms = np.stack([torch.linalg.vector_norm(part.float(), dim=1).cpu().numpy() for part in rows]).astype(np.float64)
+    if not (np.isfinite(norms) & (norms > 0)).all():
+        norms = np.stack([torch.linalg.vector_norm(part.double(), dim=1).cpu().numpy() for part in rows])
+    root: Floats = np.sqrt((norms**2).sum(0) / sum(part.shape[1] for part in rows))
+    return root
 
 
 def _unit_norms(
     layer: Layer, before: Params, after: Params, values: Callable[[Tensor, Tensor, slice], Tensor]
 ) -> Floats:
     """L2 norm of each client's units, [clients, units], of what `values` makes of W and Ŵ block by block."""
-    squares = torch.zeros(len(after[layer.slots[0].name]), layer.units, dtype=torch.float64)
+    squares = np.zeros((len(after[layer.slots[0].name]), layer.units))
     for slot in layer.slots:
         if slot.buffer:
             continue
         old, new = (slot.stacked_rows(params[slot.name].detach()) for params in (before, after))
         for clients, rows in _blocks(*old.shape):
             part = values(old[clients, rows], new[clients, rows], clients)
-            squares[clients, rows] += torch.linalg.vector_norm(part, dim=2).cpu() ** 2
-    return squares.sqrt_().numpy()
+            squares[clients, rows] += torch.linalg.vector_norm(part, dim=2).cpu().numpy() ** 2
+    return np.sqrt(squares)
 
 
 def _blocks(clients: int, units: int, numbers: int) -> Iterator[tuple[slice, slice]]:

@@ -37,7 +37,7 @@ from feddd.simulation.reduction import Node, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.trainers import Trainer, make_trainer
 from feddd.simulation.training import Evaluation, Local, Training, evaluate
-from feddd.strategies.client import merge, report_stack
+from feddd.strategies.client import merge_stack, report_stack
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import models
 
@@ -243,16 +243,16 @@ class Shard:
         packed = [full_mask if task.download is None else task.download for task in tasks]
         sizes = payload_sizes(packed, table)
         before = {name: tensor.expand(len(tasks), *tensor.shape).clone() for name, tensor in own_model.items()}
-        for place, task in enumerate(tasks):
-            own = {name: stack[place] for name, stack in before.items()}
-            if self.spec.wire:
-                data = encode(own_model, unpack_mask(packed[place], table), units=table)
+        if self.spec.wire:
+            for place, mask in enumerate(packed):
+                data = encode(own_model, unpack_mask(mask, table), units=table)
                 received, _ = decode(data, own_model, units=table, finite=True)
-                for name, tensor in own.items():
-                    tensor.copy_(received[name])
-            if task.download is not None:
-                merge(own, self._kept[task.client], table)
-            # A full download replaces all that was kept, and training is about to replace it in any case.
+                for name, stack in before.items():
+                    stack[place].copy_(received[name])
+        if any(task.download is not None for task in tasks):
+            kept = [None if task.download is None else self._kept[task.client] for task in tasks]
+            merge_stack(before, kept, table)
+        for task in tasks:  # a full download replaces what was kept, and training is about to replace it in any case
             self._kept.forget(task.client)
         extra = np.array([coverage_size(table) if task.coverage else 0 for task in tasks])
         return before, sizes + extra

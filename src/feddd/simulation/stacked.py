@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from feddd.core.units import Params
-from feddd.simulation.training import Local, Samples, Trained, Training, batches, gather
+from feddd.simulation.training import Local, Samples, Trained, Training, batches, gather_images
 
 Step = Callable[[Tensor, Sequence[Tensor], int], Tensor]
+Update = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Images, labels and weights of a batch per client, [clients, batch, …] → the sample losses [clients, batch]."""
 
 
 @dataclass(frozen=True)
@@ -94,93 +96,91 @@ def _step(layer: nn.Module, dense: bool) -> Step | None:
 
 def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local], Training], Trained]:
     """The same as training each client alone, up to rounding."""
-    update = _dense_step if network.dense else _autograd_step
+    make_update = _dense_update if network.dense else _autograd_update
 
     def train(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
+        device = samples.labels.device
         # Longest first: those still at work are always the first of the stack.
         order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
-        index, weight = _schedule([clients[place] for place in order], training)
-        steps = (weight[:, :, 0] > 0).sum(1).tolist()
-        places = torch.tensor(order, device=samples.labels.device)
+        numbers, sizes = _schedule([clients[place] for place in order], training)
+        index = torch.from_numpy(numbers).to(device)
+        labels = samples.labels.index_select(0, index.flatten()).view(index.shape)
+        counted = torch.arange(training.batch_size, device=device) < torch.from_numpy(sizes).to(device).unsqueeze(2)
+        weight = counted / torch.from_numpy(np.maximum(sizes, 1).astype(np.float32)).to(device).unsqueeze(2)
+        places = torch.tensor(order, device=device)
         stack = [before[name].index_select(0, places) for name in network.names]
-        sums = torch.zeros(2, len(order), dtype=torch.float64, device=samples.labels.device)
-        for step in range(max(steps)):
-            active = sum(count > step for count in steps)
-            longest = int((weight[:active, step] > 0).sum(1).max())
-            shares = torch.from_numpy(weight[:active, step, :longest]).to(places.device)
-            chosen = torch.from_numpy(index[:active, step, :longest])
-            images, labels = gather(samples, chosen.flatten())
-            losses = update(
-                network,
-                [values[:active] for values in stack],
-                images.unflatten(0, chosen.shape),
-                labels.view(chosen.shape),
-                shares,
-                training.learning_rate,
-            )
-            counted = losses.double() * (shares > 0)
-            sums[0, :active] += counted.sum(1)
-            sums[1, :active] += counted.square().sum(1)
-        back = torch.empty_like(places).scatter_(0, places, torch.arange(len(order), device=places.device))
+        losses = torch.zeros(index.shape, device=device)
+        still = 0
+        for step, (active, longest) in enumerate(zip((sizes > 0).sum(0).tolist(), sizes.max(0).tolist(), strict=True)):
+            if active != still:
+                update, still = make_update(network, [values[:active] for values in stack], training.learning_rate), active
+            batch = (slice(active), step, slice(longest))
+            images = gather_images(samples, index[batch].flatten()).unflatten(0, (active, longest))
+            losses[batch] = update(images, labels[batch], weight[batch])
+        back = torch.empty_like(places).scatter_(0, places, torch.arange(len(order), device=device))
         after = {name: values.index_select(0, back) for name, values in zip(network.names, stack, strict=True)}
+        each = (losses.double() * counted).index_select(0, back).flatten(1)
         seen = np.array([training.epochs * client.count for client in clients])
-        mean, mean_square = sums.index_select(1, back).cpu().numpy() / seen
+        mean, mean_square = each.sum(1).cpu().numpy() / seen, each.square().sum(1).cpu().numpy() / seen
         return Trained(after, mean, np.sqrt(mean_square))
 
     return train
 
 
-def _autograd_step(
-    network: Chain, stack: Sequence[Tensor], images: Tensor, labels: Tensor, weight: Tensor, learning_rate: float
-) -> Tensor:
-    """One step for the clients of the stack, in place; returns the sample losses [clients, batch]."""
+def _autograd_update(network: Chain, stack: Sequence[Tensor], learning_rate: float) -> Update:
+    """One step for the clients of the stack, in place, by torch's own gradients."""
     parameters = [values.detach().requires_grad_() for values in stack]
-    logits = network.forward(images, parameters)
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    gradients = torch.autograd.grad((losses * weight).sum(), parameters)
-    with torch.no_grad():
-        for values, gradient in zip(stack, gradients, strict=True):
-            values.add_(gradient, alpha=-learning_rate)
-    return losses.detach()
+
+    def update(images: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+        logits = network.forward(images, parameters)
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        gradients = torch.autograd.grad((losses * weight).sum(), parameters)
+        with torch.no_grad():
+            for values, gradient in zip(stack, gradients, strict=True):
+                values.add_(gradient, alpha=-learning_rate)
+        return losses.detach()
+
+    return update
 
 
-@torch.no_grad()
-def _dense_step(
-    _network: Chain, stack: Sequence[Tensor], images: Tensor, labels: Tensor, weight: Tensor, learning_rate: float
-) -> Tensor:
+def _dense_update(_network: Chain, stack: Sequence[Tensor], learning_rate: float) -> Update:
     """The same for linear layers with ReLU between, written out: the gradient goes straight into the weights."""
     weights, biases = stack[0::2], stack[1::2]
-    activations = [images.flatten(2)]
-    for layer, bias in zip(weights[:-1], biases[:-1], strict=True):
-        activations.append(torch.baddbmm(bias.unsqueeze(1), activations[-1], layer.transpose(1, 2)).relu_())
-    logits = torch.baddbmm(biases[-1].unsqueeze(1), activations[-1], weights[-1].transpose(1, 2))
-    log_probabilities = torch.log_softmax(logits, 2)
-    picked = labels.unsqueeze(2)
-    losses = -log_probabilities.gather(2, picked).squeeze(2)
-    gradient = log_probabilities.exp_()
-    gradient.scatter_add_(2, picked, gradient.new_full(picked.shape, -1.0))
-    gradient *= weight.unsqueeze(2)
-    for number in range(len(weights) - 1, -1, -1):
-        here = activations[number]
-        below = torch.bmm(gradient, weights[number]) if number else None
-        weights[number].baddbmm_(gradient.transpose(1, 2), here, alpha=-learning_rate)
-        biases[number].add_(gradient.sum(1), alpha=-learning_rate)
-        if below is not None:
-            gradient = below.mul_(here > 0)
-    return losses
+    turned = [weight.transpose(1, 2) for weight in weights]
+    rows = [bias.unsqueeze(1) for bias in biases]
+    last = len(weights) - 1
+
+    @torch.no_grad()
+    def update(images: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+        activations = [images.flatten(2)]
+        for layer in range(last):
+            activations.append(torch.baddbmm(rows[layer], activations[-1], turned[layer]).relu_())
+        log_probabilities = torch.baddbmm(rows[last], activations[-1], turned[last]).log_softmax(2)
+        target = labels.unsqueeze(2)
+        losses = log_probabilities.gather(2, target).squeeze(2).neg_()
+        # (probability − one for the right class) / batch size
+        gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(target, -1, dtype=images.dtype))
+        gradient *= weight.unsqueeze(2)
+        for layer in range(last, -1, -1):
+            here = activations[layer]
+            below = torch.bmm(gradient, weights[layer]) if layer else None
+            weights[layer].baddbmm_(gradient.transpose(1, 2), here, alpha=-learning_rate)
+            biases[layer].add_(gradient.sum(1), alpha=-learning_rate)
+            if below is not None:
+                gradient = below.mul_(here.sign())  # what ReLU let through is positive
+        return losses
+
+    return update
 
 
-def _schedule(
-    clients: Sequence[Local], training: Training
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Sample numbers [clients, steps, batch] and each sample's weight in its batch; what is padding has weight 0."""
-    size = training.batch_size
-    steps = training.epochs * -(-clients[0].count // size)
-    index = np.zeros((len(clients), steps, size), dtype=np.int64)
-    weight = np.zeros((len(clients), steps, size), dtype=np.float32)
+def _schedule(clients: Sequence[Local], training: Training) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sample numbers [clients, steps, batch], short batches padded with the first sample, and their sizes."""
+    steps = training.epochs * -(-clients[0].count // training.batch_size)
+    numbers = np.zeros((len(clients), steps, training.batch_size), dtype=np.int64)
+    sizes = np.zeros((len(clients), steps), dtype=np.int64)
     for place, client in enumerate(clients):
         client.rng.integers(2**63)  # the reference trainer seeds stochastic layers with it; keep all in step
         for step, batch in enumerate(batches(client.count, training, client.rng)):
-            index[place, step, : len(batch)] = batch + client.first
-            weight[place, step, : len(batch)] = 1.0 / len(batch)
-    return index, weight
+            numbers[place, step, : len(batch)] = batch + client.first
+            sizes[place, step] = len(batch)
+    return numbers, sizes

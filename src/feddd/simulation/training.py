@@ -90,8 +90,9 @@ def train(model: nn.Module, samples: Samples, client: Local, training: Training)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
-            images, labels = gather(samples, torch.from_numpy(index + client.first))
-            losses = functional.cross_entropy(model(images), labels, reduction="none")
+            chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
+            labels = samples.labels.index_select(0, chosen)
+            losses = functional.cross_entropy(model(gather_images(samples, chosen)), labels, reduction="none")
             gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -101,13 +102,11 @@ def train(model: nn.Module, samples: Samples, client: Local, training: Training)
     return torch.cat(sample_losses)
 
 
-def gather(samples: Samples, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples of these numbers, in channels_last if all are."""
-    chosen = index.to(samples.labels.device)
+def gather_images(samples: Samples, index: Tensor) -> Tensor:
+    """The images of these numbers, with their channels together if all images have that."""
     if samples.images.is_contiguous():
-        return samples.images.index_select(0, chosen), samples.labels.index_select(0, chosen)
-    pixels = samples.images.permute(0, 2, 3, 1).index_select(0, chosen)
-    return pixels.permute(0, 3, 1, 2), samples.labels.index_select(0, chosen)
+        return samples.images.index_select(0, index)
+    return samples.images.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)

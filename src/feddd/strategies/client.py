@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from feddd.core.selection import select_stack
@@ -32,13 +33,16 @@ def receive(received: Params, kept: Kept | None, units: Units) -> dict[str, Tens
     local = {name: tensor.clone() for name, tensor in received.items()}
     local |= {alias: local[name] for alias, name in units.aliases}
     if kept is not None:
-        merge(local, kept, units)
+        units.put(local, complement(kept.mask), kept.values, fixed=False)
     return local
 
 
-def merge(local: Params, kept: Kept, units: Units) -> None:
-    """Write what the client kept into the model that it was sent."""
-    units.put(local, complement(kept.mask), kept.values, fixed=False)
+def merge_stack(stack: Params, kept: Sequence[Kept | None], units: Units) -> None:
+    """Write what every client kept into the model that it was sent; None for a client that was sent all of it."""
+    nothing, empty = complement(units.full_mask()), torch.empty(0)
+    own = [complement(one.mask) if one else nothing for one in kept]
+    masks = {layer.name: torch.stack([mask[layer.name] for mask in own]) for layer in units.layers}
+    units.put_stack(stack, masks, [one.values if one else empty for one in kept])
 
 
 def report(
@@ -76,11 +80,10 @@ def report_stack(
         rngs=rngs,
         always_send=tasks[0].always_send,
     )
-    kept = []
-    for client in range(len(tasks)):
-        mask = {name: rows[client] for name, rows in masks.items()}
-        own = {slot.name: after[slot.name][client] for slot in units.slots}
-        kept.append(Kept(mask, units.take(own, complement(mask), fixed=False).cpu()))
+    values = units.take_stack(after, complement(masks))
+    kept = [
+        Kept({name: rows[client] for name, rows in masks.items()}, own.cpu()) for client, own in enumerate(values)
+    ]
     return masks, kept
 
 
