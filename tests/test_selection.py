@@ -63,7 +63,7 @@ def test_scores_are_what_a_loop_over_elements_gives(rule: str, dtype: torch.dtyp
     scores = unit_scores(before, after, selector=rule)
     for layer in ("a", "b"):
         assert scores[layer].dtype == torch.float64
-        assert scores[layer].tolist() == pytest.approx(oracle(before, after, layer, rule), rel=1e-6)  # the floor is float32's
+        assert scores[layer].tolist() == pytest.approx(oracle(before, after, layer, rule), rel=1e-12)
 
 
 def test_importance_worked_out_on_paper() -> None:

@@ -96,29 +96,32 @@ class Aggregator:
         self._total += weight
 
     def add_stack(self, values: Params, masks: Mapping[str, Tensor] | None, weights: Tensor) -> None:
-        """Count several clients of one model at once.
+        """Count several clients of one model at once; their sum is taken in the precision of the values.
 
         values: stacks, finite also where nothing was sent    weights: float64 [clients]
-        masks: [clients, units] per layer; None counts everything, and adds up in the precision of the values
+        masks: [clients, units] per layer; None counts everything
         """
         table = self._units.fit({slot.name: values[slot.name][0] for slot in self._units.slots})
         _check_nested(table, self._units)
         counted = self._weights_of(table)
         for layer, own in zip(self._units.layers, table.layers, strict=True):
-            shares = weights[:, None].expand(-1, own.units)
-            if masks is not None:
-                shares = shares * masks[own.name]
-            counted[own.name] += shares.sum(0)
+            shares = None  # [units, 1, clients], contiguous: batched products are several times slower without
+            if masks is None or bool(masks[own.name].all()):
+                counted[own.name] += weights.sum()
+            else:
+                per_unit = (weights[:, None] * masks[own.name]).T.contiguous()
+                counted[own.name] += per_unit.sum(1)
+                shares = per_unit.unsqueeze(1)
             for slot, own_slot in zip(layer.slots, own.slots, strict=True):
-                rows = own_slot.stacked_rows(values[slot.name].detach())
-                if masks is None:
-                    total = torch.mv(rows.flatten(1).T, weights.to(rows)).cpu()
+                rows = own_slot.stacked_rows(values[slot.name])
+                if shares is None:
+                    total = torch.mv(rows.flatten(1).T, weights.to(rows))
                 else:
-                    total = torch.einsum("cu,cun->un", shares.to(rows.device), rows.double()).cpu()
+                    total = torch.bmm(shares.to(rows), rows.transpose(0, 1))
                 shape = own_slot.rows(values[slot.name][0]).shape
-                prefix(slot.rows(self._views[slot.name]), shape).add_(total.view(shape))
+                prefix(slot.rows(self._views[slot.name]), shape).add_(total.view(shape).cpu())
         for slot in self._units.fixed:
-            self._views[slot.name].add_((values[slot.name].detach().cpu().double() * weights).sum())
+            self._views[slot.name].add_((values[slot.name].cpu().double() * weights).sum())
         self._total += float(weights.sum())
 
     def sums(self) -> Sums:

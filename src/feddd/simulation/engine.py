@@ -18,8 +18,9 @@ from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
 
-BLOCKS = 16
-"""Clients are summed in at most so many blocks; so many workers can share a round."""
+BLOCKS = ((384, 48), (192, 24), (1, 12))
+"""With so many clients or more they are summed in so many blocks, which share out evenly among the usual numbers of
+workers; a block is trained in stacks, so that it had better have eight clients."""
 REPLAY = 16
 """A lost worker is rebuilt by repeating at most so many rounds; then the workers are asked for a snapshot."""
 REBUILDS = 3
@@ -151,7 +152,7 @@ class Engine:
 
 def block_ranges(clients: int) -> list[range]:
     """Fixed blocks of neighbouring clients, as even as can be."""
-    count = min(clients, BLOCKS)
+    count = min(clients, next(blocks for least, blocks in BLOCKS if clients >= least))
     edges = np.linspace(0, clients, count + 1).round().astype(int)
     return [range(int(start), int(end)) for start, end in pairwise(edges)]
 

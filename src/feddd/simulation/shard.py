@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -171,10 +171,10 @@ class Shard:
         uploads: list[Upload] = []
         # Clients with one kind of model and one selection rule go through a round together.
         for kind, alike in groupby(sorted(tasks, key=self._kind), key=self._kind):
-            width, remaining = self._widths[kind[0]], list(alike)
-            while remaining:
-                stack, remaining = remaining[: width.trainer.clients], remaining[width.trainer.clients :]
-                uploads += self._train_stack(number, stack, width, own_models[kind[0]], sent, full)
+            width, together = self._widths[kind[0]], list(alike)
+            stacks = -(-len(together) // width.trainer.clients)
+            for start, end in pairwise(np.linspace(0, len(together), stacks + 1).round().astype(int).tolist()):
+                uploads += self._train_stack(number, together[start:end], width, own_models[kind[0]], sent, full)
         return uploads, Partial(sent.sums(), full.sums() if full else None)
 
     def _kind(self, task: Task) -> tuple[int, str, tuple[str, ...]]:

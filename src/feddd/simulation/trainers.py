@@ -19,8 +19,8 @@ from feddd.simulation.training import Local, Samples, Trained, Training, train
 
 Train = Callable[[Params, Samples, Sequence[Local], Training], Trained]
 
-STACK = 10
-"""Clients in one stack: more did not pay, and every one costs memory for its parameters and activations."""
+STACK = 12
+"""Clients in one stack, at most: more did not pay, and every one costs memory for its parameters and activations."""
 SMALL = 200_000
 """Models with more parameters keep a core busy alone; stacking them was slower (CNN2, 587,194)."""
 

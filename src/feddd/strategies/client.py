@@ -80,7 +80,10 @@ def report_stack(
         rngs=rngs,
         always_send=tasks[0].always_send,
     )
-    values = units.take_stack(after, complement(masks))
+    if all(task.dropout == 0.0 for task in tasks):
+        values = [torch.empty(0)] * len(tasks)
+    else:
+        values = units.take_stack(after, complement(masks))
     kept = [
         Kept({name: rows[client] for name, rows in masks.items()}, own.cpu()) for client, own in enumerate(values)
     ]
