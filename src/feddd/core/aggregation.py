@@ -74,7 +74,6 @@ class Aggregator:
         if not 0.0 < weight < float("inf"):
             raise ValueError(f"a client's weight must be positive and finite, not {weight}")
         table = self._units.fit(values)
-        _check_nested(table, self._units)
         table.check_mask(mask)
         weights = self._weights_of(table)
         for layer, own in zip(self._units.layers, table.layers, strict=True):
@@ -95,16 +94,14 @@ class Aggregator:
             self._views[slot.name].add_(values[slot.name].detach(), alpha=weight)
         self._total += weight
 
-    def add_stack(self, values: Params, masks: Mapping[str, Tensor] | None, weights: Tensor) -> None:
+    def add_stack(self, values: Params, masks: Mapping[str, Tensor] | None, weights: Tensor, units: Units) -> None:
         """Count several clients of one model at once; their sum is taken in the precision of the values.
 
         values: stacks, finite also where nothing was sent    weights: float64 [clients]
-        masks: [clients, units] per layer; None counts everything
+        masks: [clients, units] per layer; None counts everything    units: the clients' layer table
         """
-        table = self._units.fit({slot.name: values[slot.name][0] for slot in self._units.slots})
-        _check_nested(table, self._units)
-        counted = self._weights_of(table)
-        for layer, own in zip(self._units.layers, table.layers, strict=True):
+        counted = self._weights_of(units)
+        for layer, own in zip(self._units.layers, units.layers, strict=True):
             shares = None  # [units, 1, clients], contiguous: batched products are several times slower without
             if masks is None or bool(masks[own.name].all()):
                 counted[own.name] += weights.sum()
@@ -115,11 +112,14 @@ class Aggregator:
             for slot, own_slot in zip(layer.slots, own.slots, strict=True):
                 rows = own_slot.stacked_rows(values[slot.name])
                 if shares is None:
-                    total = torch.mv(rows.flatten(1).T, weights.to(rows))
+                    total = torch.mv(rows.flatten(1).T, weights.to(rows)).cpu()
                 else:
-                    total = torch.bmm(shares.to(rows), rows.transpose(0, 1))
-                shape = own_slot.rows(values[slot.name][0]).shape
-                prefix(slot.rows(self._views[slot.name]), shape).add_(total.view(shape).cpu())
+                    total = torch.bmm(shares.to(rows), rows.transpose(0, 1)).cpu()
+                target = self._views[slot.name]
+                if not slot.plain or own_slot.shape != slot.shape:
+                    target = slot.rows(target)
+                    target = prefix(target, own_slot.rows(torch.empty(own_slot.shape, device="meta")).shape)
+                target.add_(total.view(target.shape))
         for slot in self._units.fixed:
             self._views[slot.name].add_((values[slot.name].cpu().double() * weights).sum())
         self._total += float(weights.sum())
@@ -142,11 +142,9 @@ class Aggregator:
         named_alike = all([slot.name for slot in table.slots] == names for table, _ in other.weights)
         if other.numerator.shape != self._sum.shape or not named_alike:
             raise ValueError("only sums of the same model can be merged")
-        for table, _ in other.weights:
-            _check_nested(table, self._units)
+        tables = [self._weights_of(table) for table, _ in other.weights]
         self._sum += torch.from_numpy(other.numerator)
-        for table, per_layer in other.weights:
-            weights = self._weights_of(table)
+        for weights, (_, per_layer) in zip(tables, other.weights, strict=True):
             for name, added in per_layer.items():
                 weights[name] += torch.from_numpy(added)
         self._total += other.total_weight
@@ -183,6 +181,7 @@ class Aggregator:
 
     def _weights_of(self, table: Units) -> dict[str, Tensor]:
         if table.digest not in self._tables:
+            _check_nested(table, self._units)
             self._tables[table.digest] = table
             zeros = {x.name: torch.zeros(x.units, dtype=torch.float64) for x in table.layers}
             self._weights[table.digest] = zeros

@@ -98,12 +98,12 @@ def select_stack(
             continue
         share = coverage[layer.name].double().numpy() if coverage and selector == "importance" else 1.0
         if selector == "random":
-            scores = np.stack([rng.random(layer.units) for rng in rngs or ()])
+            chosen = _best(np.stack([rng.random(layer.units) for rng in rngs or ()]), counts, layer)
         elif selector == "ordered":
-            scores = np.tile(-np.arange(layer.units, dtype=np.float64), (len(counts), 1))
+            chosen = np.arange(layer.units) < np.array(counts)[:, None]
         else:
-            scores = _scores(SCORES[selector], layer, before, after, counts, share)
-        mask[layer.name] = torch.from_numpy(_best(scores, counts, layer))
+            chosen = _best_by_score(SCORES[selector], layer, before, after, counts, share)
+        mask[layer.name] = torch.from_numpy(chosen)
     return mask
 
 
@@ -129,28 +129,30 @@ def _check_coverage(table: Units, coverage: Mapping[str, Tensor] | None) -> None
             raise ValueError(f"coverage needs one number for each of the {layer.units} units of layer {layer.name!r}")
 
 
-def _scores(
+def _best_by_score(
     score: Score, layer: Layer, before: Params, after: Params, counts: Sequence[int], share: Floats | float
-) -> Floats:
-    """Scores that rank as in float64 wherever it decides: float32 is a third of the work and nearly always enough.
+) -> NDArray[np.bool_]:
+    """The units with the highest scores in float64, [clients, units]; float32 decides wherever it can.
 
-    Where the last unit that is kept and the first that is not are too close to call, that client's layer is scored
-    again in float64. share: CR(k) [units], what the scores are divided by
+    float32 is half of the work and nearly always enough. Where the last unit that is kept and the first that is not are
+    too close to call, that client's layer is scored again in float64. share: CR(k), what the scores are divided by
     """
     names = [slot.name for slot in layer.slots]
     if any(after[name].dtype != torch.float32 or before[name].dtype != torch.float32 for name in names):
-        return score(layer, before, after, torch.float64) / share
+        return _best(score(layer, before, after, torch.float64) / share, counts, layer)
     scores = score(layer, before, after, torch.float32) / share
-    ranked = np.sort(scores, axis=1)[:, ::-1]
-    clients, count = np.arange(len(counts)), np.array(counts)
-    kept, left = ranked[clients, count - 1], ranked[clients, np.minimum(count, layer.units - 1)]
+    ranked, clients, count = np.sort(scores, axis=1), np.arange(len(counts)), np.array(counts)
+    kept, left = ranked[clients, layer.units - count], ranked[clients, np.maximum(layer.units - count - 1, 0)]
+    best = scores >= kept[:, None]
     with np.errstate(invalid="ignore"):
-        clear = (count == layer.units) | ((kept - left > FLOAT32_ERROR * kept) & (kept > FLOAT32_LEAST))
-    doubtful = np.flatnonzero(~(clear & np.isfinite(scores).all(axis=1)))
+        clear = (kept - left > FLOAT32_ERROR * kept) & (kept > FLOAT32_LEAST) & np.isfinite(ranked[:, -1])
+    doubtful = np.flatnonzero(~clear)
     if len(doubtful):
-        old, new = ({name: params[name][torch.from_numpy(doubtful)] for name in names} for params in (before, after))
-        scores[doubtful] = score(layer, old, new, torch.float64) / share
-    return scores
+        chosen = torch.from_numpy(doubtful)
+        old, new = ({name: params[name][chosen] for name in names} for params in (before, after))
+        again = score(layer, old, new, torch.float64) / share
+        best[doubtful] = _best(again, count[doubtful].tolist(), layer)
+    return best
 
 
 def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.bool_]:
@@ -189,11 +191,13 @@ def _delta(layer: Layer, before: Params, after: Params, dtype: torch.dtype) -> F
 
 def _root_mean_squares(layer: Layer, params: Params, dtype: torch.dtype) -> Floats:
     """Of each client's weights in the layer, [clients]."""
-    rows = [params[slot.name].flatten(1) for slot in layer.slots if not slot.buffer]
-    if not rows:
-        return np.zeros(len(params[layer.slots[0].name]))
-    norms = np.stack([torch.linalg.vector_norm(part.to(dtype), dim=1).cpu().numpy() for part in rows])
-    root: Floats = np.sqrt((norms.astype(np.float64) ** 2).sum(0) / sum(part.shape[1] for part in rows))
+    squares, elements = np.zeros(len(params[layer.slots[0].name])), 0
+    for slot in layer.slots:
+        if not slot.buffer:
+            norms = torch.linalg.vector_norm(params[slot.name].flatten(1).to(dtype), dim=1)
+            squares += norms.cpu().numpy().astype(np.float64) ** 2
+            elements += slot.elements
+    root: Floats = np.sqrt(squares / max(elements, 1))
     return root
 
 

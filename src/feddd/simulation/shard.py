@@ -25,6 +25,7 @@ from feddd.core.payload import (
     droppable_bytes,
     encode,
     fixed_bytes,
+    pack_mask,
     pack_masks,
     payload_sizes,
     unpack_mask,
@@ -90,10 +91,11 @@ class ShardResult:
 
 @dataclass(frozen=True)
 class _Width:
-    """One sub-model: its network (a workbench), layer table, coverage and trainer."""
+    """One sub-model: its network (a workbench), layer table, packed full mask, coverage and trainer."""
 
     module: nn.Module
     units: Units
+    full_mask: bytes
     coverage: Mapping[str, Tensor] | None
     trainer: Trainer
 
@@ -112,7 +114,8 @@ class Shard:
             module = models.build(spec.model, shape, spec.classes, width).to(device)
             table = units(module)
             own = narrow_coverage(coverage, table) if coverage else None
-            self._widths[width] = _Width(module, table, own, make_trainer(module, table, spec.training.trainer))
+            trainer = make_trainer(module, table, spec.training.trainer)
+            self._widths[width] = _Width(module, table, pack_mask(table.full_mask(), table), own, trainer)
         self._kept = KeptStore(spec.state_dir, self._widths[0].units.droppable_elements)
 
     def reset(self) -> None:
@@ -211,9 +214,9 @@ class Shard:
             rngs = [stream(seed, "selection", number, task.client) for task in tasks]
         masks, kept = report_stack(before, trained.after, tasks, width.units, rngs=rngs, coverage=width.coverage)
         weights = torch.tensor([float(self._count(task.client)) for task in tasks], dtype=torch.float64)
-        sent.add_stack(self._upload(trained.after, masks, width.units), masks, weights)
+        sent.add_stack(self._upload(trained.after, masks, width.units), masks, weights, width.units)
         if full is not None:
-            full.add_stack(trained.after, None, weights)
+            full.add_stack(trained.after, None, weights, width.units)
         packed = pack_masks(masks, width.units)
         upload_bytes = payload_sizes(packed, width.units)
         shares = (upload_bytes - fixed_bytes(width.units)) / droppable_bytes(width.units)
@@ -239,8 +242,7 @@ class Shard:
     ) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
         """What the clients hold after the download, a stack, and what it cost each."""
         table = width.units
-        full_mask = pack_masks({name: mask[None] for name, mask in table.full_mask().items()}, table)[0]
-        packed = [full_mask if task.download is None else task.download for task in tasks]
+        packed = [width.full_mask if task.download is None else task.download for task in tasks]
         sizes = payload_sizes(packed, table)
         before = {name: tensor.expand(len(tasks), *tensor.shape).clone() for name, tensor in own_model.items()}
         if self.spec.wire:

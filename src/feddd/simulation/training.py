@@ -63,14 +63,13 @@ class Trained:
 
     def finite(self) -> NDArray[np.bool_]:
         """Which clients may be counted: loss and weights are numbers."""
-        fine = torch.from_numpy(np.isfinite(self.mean_loss))
+        fine = np.isfinite(self.mean_loss)
         for stack in self.after.values():
             rows = stack.flatten(1) if stack.dim() > 1 else stack[:, None]
             # A norm is a number only if all its values are; it may overflow where they do not, so ask again.
-            suspect = ~torch.linalg.vector_norm(rows, dim=1).isfinite()
-            if bool(suspect.any()):
-                fine &= rows.isfinite().all(1).cpu()
-        return fine.numpy()
+            if not np.isfinite(torch.linalg.vector_norm(rows, dim=1).cpu().numpy()).all():
+                fine &= rows.isfinite().all(1).cpu().numpy()
+        return fine
 
 
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:

@@ -1,0 +1,101 @@
+"""Shards as actors of a Ray cluster: beyond one machine, with the same numbers. The only module that knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from feddd.errors import InputError
+from feddd.simulation.samples import Layout, from_buffer
+from feddd.simulation.shard import Shard, ShardSpec
+from feddd.simulation.workers import WORKER_ENVIRONMENT, Fill, Worker, WorkerDied, WorkerFailed
+
+try:
+    import ray
+except ImportError as error:
+    raise InputError('--engine ray needs Ray: pip install "feddd[ray]"') from error
+
+
+class _Actor:
+    """A shard on some machine of the cluster; the samples come from Ray's object store, one copy a machine."""
+
+    def __init__(self, path: list[str], spec: ShardSpec, arrays: Any) -> None:
+        sys.path[:] = [*sys.path, *(folder for folder in path if folder not in sys.path)]
+        self._shard = Shard(spec, arrays)
+
+    def call(self, method: str, *arguments: Any) -> tuple[str | None, Any]:
+        """A trace and nothing, or nothing and the result."""
+        try:
+            return None, getattr(self._shard, method)(*arguments)
+        except Exception:
+            return traceback.format_exc(), None
+
+
+class RayActors:
+    """Starts actors on the cluster that `address` names, else RAY_ADDRESS; without either, on a Ray of its own here.
+
+    A Ray that runs already in this process is used as it is, and left running.
+    """
+
+    def __init__(self, layout: Layout, fill: Fill, address: str | None = None) -> None:
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            # Without an address Ray looks for RAY_ADDRESS itself, and starts a cluster on this machine if there is none.
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            try:
+                ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise InputError(f"cannot reach a Ray cluster: {' '.join(str(error).split())}") from error
+        arrays = from_buffer(memoryview(np.empty(layout.nbytes, np.uint8)), layout)
+        fill(arrays)
+        self._arrays = ray.put(arrays)
+        self._class = ray.remote(num_cpus=1, runtime_env={"env_vars": WORKER_ENVIRONMENT})(_Actor)
+
+    def start(self, spec: ShardSpec) -> Worker:
+        """An actor, wherever a core is free."""
+        return RayWorker(self._class.remote(sys.path, spec, self._arrays))
+
+    def prepare(self) -> None:
+        """The samples are in the object store already."""
+
+    def share(self, value: Any) -> Any:
+        """Once into the object store; Ray hands each actor the value behind the reference."""
+        return ray.put(value)
+
+    def close(self) -> None:
+        """End Ray if it was started here."""
+        self._arrays = None
+        if self._ours:
+            ray.shutdown()
+
+
+class RayWorker:
+    """A shard behind an actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._answer: Any = None
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Send the call."""
+        self._answer = self._actor.call.remote(method, *arguments)
+
+    def finish(self) -> Any:
+        """Wait for the answer."""
+        try:
+            problem, result = ray.get(self._answer)
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            raise WorkerDied(f"a Ray actor was lost ({type(error).__name__})") from error
+        if problem:
+            raise WorkerFailed(problem)
+        return result
+
+    def close(self) -> None:
+        """End the actor."""
+        with contextlib.suppress(Exception):  # it may be gone, and Ray with it
+            ray.kill(self._actor)
