@@ -2,13 +2,15 @@
 
 Small layers leave a core idle between operations; ten clients in one operation do not. A client with fewer batches
 steps out when it is done, and a short last batch counts only its own samples, so that everybody gets the gradients
-of training alone.
+of training alone. Forward and backward pass are written out: every layer knows its own gradient, which goes straight
+into the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,85 +21,195 @@ from torch.nn import functional
 from feddd.core.units import Params
 from feddd.simulation.training import Local, Samples, Trained, Training, batches, gather_images
 
-Step = Callable[[Tensor, Sequence[Tensor], int], Tensor]
-Update = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Images, labels and weights of a batch per client, [clients, batch, …] → the sample losses [clients, batch]."""
+Pair = tuple[int, int]
+
+
+class Layer(Protocol):
+    """One layer of S clients. Images go through as [batch, S · channels, height, width], features as [S, batch, …]."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The outputs; remembers what `backward` needs."""
+        ...
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        """Take a step of this size against the gradient, and pass it on to the inputs (not from the first layer)."""
+        ...
+
+
+@dataclass
+class _Linear:
+    """weight: [S, outputs, inputs]    bias: [S, outputs]"""
+
+    weight: Tensor
+    bias: Tensor
+    inputs: Tensor = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inputs = inputs
+        return torch.baddbmm(self.bias.unsqueeze(1), inputs, self.weight.transpose(1, 2))
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        below = gradient if first else torch.bmm(gradient, self.weight)
+        self.weight.baddbmm_(gradient.transpose(1, 2), self.inputs, alpha=-step)
+        self.bias.add_(gradient.sum(1), alpha=-step)
+        return below
+
+
+@dataclass
+class _Conv:
+    """weight: [S · outputs, inputs, height, width], a pixel's channels together    bias: [S · outputs]"""
+
+    weight: Tensor
+    bias: Tensor
+    clients: int
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    inputs: Tensor = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inputs = inputs
+        return functional.conv2d(
+            inputs, self.weight, self.bias, self.stride, self.padding, self.dilation, groups=self.clients
+        )
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        def derivative(inputs: bool, parameters: bool) -> tuple[Tensor, Tensor, Tensor]:
+            wanted = [inputs, parameters, parameters]
+            return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+                *(gradient, self.inputs, self.weight, [len(self.bias)], self.stride, self.padding, self.dilation),
+                *(False, (0, 0), self.clients, wanted),
+            )
+
+        # Two calls: asking for both at once was slower than asking twice.
+        below = gradient if first else derivative(inputs=True, parameters=False)[0]
+        _, weight, bias = derivative(inputs=False, parameters=True)
+        self.weight.add_(weight, alpha=-step)
+        self.bias.add_(bias, alpha=-step)
+        return below
+
+
+@dataclass
+class _Pool:
+    size: Pair
+    stride: Pair
+    inputs: Tensor = field(init=False)
+    places: Tensor = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inputs = inputs
+        outputs, self.places = functional.max_pool2d(inputs, self.size, self.stride, return_indices=True)
+        return outputs
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        return torch.ops.aten.max_pool2d_with_indices_backward(  # type: ignore[no-any-return]
+            gradient, self.inputs, self.size, self.stride, (0, 0), (1, 1), False, self.places
+        )
+
+
+@dataclass
+class _ReLU:
+    outputs: Tensor = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.outputs = inputs.relu()
+        return self.outputs
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        return gradient.mul_(self.outputs.sign())  # what ReLU let through is positive
+
+
+@dataclass
+class _Flatten:
+    """From images to features: [batch, S · channels, …] → [S, batch, features]; features stay what they are."""
+
+    clients: int
+    shape: torch.Size = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.shape = inputs.shape
+        if inputs.dim() == 3:
+            return inputs
+        return inputs.unflatten(1, (self.clients, -1)).transpose(0, 1).flatten(2)
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        if first or len(self.shape) == 3:
+            return gradient
+        batch, channels, *sides = self.shape
+        images = gradient.view(self.clients, batch, channels // self.clients, *sides).transpose(0, 1)
+        return images.reshape(self.shape).contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A network as steps on stacked activations.
+    """A network as a row of layers that can be stacked; modules by name."""
 
-    Images of S clients go through as [batch, S · channels, height, width], features as [S, batch, features].
-    names: the parameters in the order in which the steps take them, two each for `linear` or convolution
-    """
-
-    names: tuple[str, ...]
-    steps: tuple[tuple[Step, int], ...]
+    modules: tuple[tuple[str, nn.Module], ...]
     dense: bool
 
-    def forward(self, inputs: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """Logits [S, batch, classes] of inputs [S, batch, channels, height, width]."""
-        clients = len(inputs)
-        if not self.dense:
-            inputs = inputs.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
-        start = 0
-        for step, count in self.steps:
-            inputs = step(inputs, parameters[start : start + count], clients)
-            start += count
-        return inputs
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in the order of the layers."""
+        return [
+            f"{name}.{local}"
+            for name, module in self.modules
+            for local in ("weight", "bias")
+            if isinstance(module, nn.Linear | nn.Conv2d)
+        ]
+
+    def layers(self, stack: Params, clients: int) -> list[Layer]:
+        """The layers of the first clients of a stack, working on its memory."""
+        made: list[Layer] = []
+        for name, module in self.modules:
+            if isinstance(module, nn.Linear):
+                made.append(_Linear(stack[f"{name}.weight"][:clients], stack[f"{name}.bias"][:clients]))
+            elif isinstance(module, nn.Conv2d):
+                # In the stack's memory the channels of a pixel lie together; see `_load`.
+                weight = stack[f"{name}.weight"][:clients].permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2)
+                bias = stack[f"{name}.bias"][:clients].flatten()
+                made.append(_Conv(weight, bias, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
+            elif isinstance(module, nn.MaxPool2d):
+                made.append(_Pool(_pair(module.kernel_size), _pair(module.stride)))
+            else:
+                made.append(_ReLU() if isinstance(module, nn.ReLU) else _Flatten(clients))
+        return made
 
 
 def chain(model: nn.Module) -> Chain | None:
-    """The model as a chain, if it is [convolutions,] flatten, linear layers with ReLU between; else None."""
+    """The model as a chain, if it is [convolutions,] flatten, linear layers with pooling and ReLU between; else None."""
     if not isinstance(model, nn.Sequential):
         return None
-    names: list[str] = []
-    steps: list[tuple[Step, int]] = []
-    children = list(model.named_children())
-    kinds = [type(layer) for _, layer in children]
+    modules = tuple(model.named_children())
+    kinds = [type(module) for _, module in modules]
     if nn.Flatten not in kinds or nn.Linear in kinds[: kinds.index(nn.Flatten)]:
         return None
-    dense = not any(kind in (nn.Conv2d, nn.MaxPool2d) for kind in kinds)
-    for name, layer in children:
-        step = _step(layer, dense)
-        if step is None:
-            return None
-        own = [f"{name}.weight", f"{name}.bias"] if isinstance(layer, nn.Linear | nn.Conv2d) else []
-        names += own
-        steps.append((step, len(own)))
-    return Chain(tuple(names), tuple(steps), dense)
+    if not all(_known(module) for _, module in modules) or kinds[-1] is not nn.Linear:
+        return None
+    return Chain(modules, dense=not any(kind in (nn.Conv2d, nn.MaxPool2d) for kind in kinds))
 
 
-def _step(layer: nn.Module, dense: bool) -> Step | None:
-    """What the layer does to a stack of clients; None for a layer that is not known here."""
-    if isinstance(layer, nn.Linear) and layer.bias is not None:
-        return lambda x, p, _: torch.baddbmm(p[1].unsqueeze(1), x, p[0].transpose(1, 2))
-    if isinstance(layer, nn.ReLU):
-        return lambda x, _p, _s: functional.relu(x)
-    if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
-        return (
-            (lambda x, _p, _s: x.flatten(2)) if dense else (lambda x, _p, s: x.reshape(len(x), s, -1).transpose(0, 1))
-        )
-    if isinstance(layer, nn.MaxPool2d) and layer.padding == 0 and layer.dilation == 1 and not layer.ceil_mode:
-        return lambda x, _p, _s: functional.max_pool2d(x, layer.kernel_size, layer.stride)
-    if isinstance(layer, nn.Conv2d) and layer.bias is not None and layer.groups == 1 and layer.padding_mode == "zeros":
-        return lambda x, p, s: functional.conv2d(
-            x,
-            p[0].flatten(0, 1).contiguous(memory_format=torch.channels_last),
-            p[1].flatten(),
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            s,
-        )
-    return None
+def _known(module: nn.Module) -> bool:
+    """Whether the layer can be stacked: plain settings only."""
+    if isinstance(module, nn.Linear):
+        return module.bias is not None
+    if isinstance(module, nn.Flatten):
+        return (module.start_dim, module.end_dim) == (1, -1)
+    if isinstance(module, nn.MaxPool2d):
+        return (module.padding, module.dilation, module.ceil_mode) == (0, 1, False)
+    if isinstance(module, nn.Conv2d):
+        plain = module.bias is not None and module.groups == 1 and module.padding_mode == "zeros"
+        return plain and not isinstance(module.padding, str)
+    return isinstance(module, nn.ReLU)
+
+
+def _pair(value: int | Pair) -> Pair:
+    return (value, value) if isinstance(value, int) else value
 
 
 def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local], Training], Trained]:
     """The same as training each client alone, up to rounding."""
-    make_update = _dense_update if network.dense else _autograd_update
 
+    @torch.no_grad()
     def train(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
         device = samples.labels.device
         # Longest first: those still at work are always the first of the stack.
@@ -107,19 +219,20 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
         labels = samples.labels.index_select(0, index.flatten()).view(index.shape)
         counted = torch.arange(training.batch_size, device=device) < torch.from_numpy(sizes).to(device).unsqueeze(2)
         weight = counted / torch.from_numpy(np.maximum(sizes, 1).astype(np.float32)).to(device).unsqueeze(2)
-        places = torch.tensor(order, device=device)
-        stack = [before[name].index_select(0, places) for name in network.names]
+        stack = {name: _load(before[name], order) for name in network.names}
         losses = torch.zeros(index.shape, device=device)
+        layers: list[Layer] = []
         still = 0
         for step, (active, longest) in enumerate(zip((sizes > 0).sum(0).tolist(), sizes.max(0).tolist(), strict=True)):
             if active != still:
-                update, still = make_update(network, [values[:active] for values in stack], training.learning_rate), active
+                layers, still = network.layers(stack, active), active
             batch = (slice(active), step, slice(longest))
             images = gather_images(samples, index[batch].flatten()).unflatten(0, (active, longest))
-            losses[batch] = update(images, labels[batch], weight[batch])
-        back = torch.empty_like(places).scatter_(0, places, torch.arange(len(order), device=device))
-        after = {name: values.index_select(0, back) for name, values in zip(network.names, stack, strict=True)}
-        each = (losses.double() * counted).index_select(0, back).flatten(1)
+            inputs = images.flatten(2) if network.dense else _side_by_side(images)
+            losses[batch] = _update(layers, inputs, labels[batch], weight[batch], training.learning_rate)
+        back = np.argsort(order).tolist()
+        after = {name: _unload(values, back) for name, values in stack.items()}
+        each = (losses.double() * counted)[back].flatten(1)
         seen = np.array([training.epochs * client.count for client in clients])
         mean, mean_square = each.sum(1).cpu().numpy() / seen, each.square().sum(1).cpu().numpy() / seen
         return Trained(after, mean, np.sqrt(mean_square))
@@ -127,50 +240,36 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
     return train
 
 
-def _autograd_update(network: Chain, stack: Sequence[Tensor], learning_rate: float) -> Update:
-    """One step for the clients of the stack, in place, by torch's own gradients."""
-    parameters = [values.detach().requires_grad_() for values in stack]
+def _update(layers: Sequence[Layer], inputs: Tensor, labels: Tensor, weight: Tensor, step: float) -> Tensor:
+    """One step of SGD for every client; labels and the samples' weights are [clients, batch], as are the losses."""
+    for layer in layers:
+        inputs = layer.forward(inputs)
+    log_probabilities = inputs.log_softmax(2)
+    target = labels.unsqueeze(2)
+    losses = log_probabilities.gather(2, target).squeeze(2).neg_()
+    # (probability − one for the right class) / batch size
+    gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(target, -1, dtype=inputs.dtype))
+    gradient *= weight.unsqueeze(2)
+    for number in range(len(layers) - 1, -1, -1):
+        gradient = layers[number].backward(gradient, step, first=number == 0)
+    return losses
 
-    def update(images: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-        logits = network.forward(images, parameters)
-        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        gradients = torch.autograd.grad((losses * weight).sum(), parameters)
-        with torch.no_grad():
-            for values, gradient in zip(stack, gradients, strict=True):
-                values.add_(gradient, alpha=-learning_rate)
-        return losses.detach()
 
-    return update
+def _load(stack: Tensor, order: Sequence[int]) -> Tensor:
+    """A copy in another order of clients; convolutions with a pixel's channels together."""
+    chosen = stack.index_select(0, torch.tensor(order, device=stack.device))
+    if stack.dim() != 5:
+        return chosen
+    return chosen.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
 
 
-def _dense_update(_network: Chain, stack: Sequence[Tensor], learning_rate: float) -> Update:
-    """The same for linear layers with ReLU between, written out: the gradient goes straight into the weights."""
-    weights, biases = stack[0::2], stack[1::2]
-    turned = [weight.transpose(1, 2) for weight in weights]
-    rows = [bias.unsqueeze(1) for bias in biases]
-    last = len(weights) - 1
+def _unload(stack: Tensor, order: Sequence[int]) -> Tensor:
+    return stack.index_select(0, torch.tensor(order, device=stack.device)).contiguous()
 
-    @torch.no_grad()
-    def update(images: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-        activations = [images.flatten(2)]
-        for layer in range(last):
-            activations.append(torch.baddbmm(rows[layer], activations[-1], turned[layer]).relu_())
-        log_probabilities = torch.baddbmm(rows[last], activations[-1], turned[last]).log_softmax(2)
-        target = labels.unsqueeze(2)
-        losses = log_probabilities.gather(2, target).squeeze(2).neg_()
-        # (probability − one for the right class) / batch size
-        gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(target, -1, dtype=images.dtype))
-        gradient *= weight.unsqueeze(2)
-        for layer in range(last, -1, -1):
-            here = activations[layer]
-            below = torch.bmm(gradient, weights[layer]) if layer else None
-            weights[layer].baddbmm_(gradient.transpose(1, 2), here, alpha=-learning_rate)
-            biases[layer].add_(gradient.sum(1), alpha=-learning_rate)
-            if below is not None:
-                gradient = below.mul_(here.sign())  # what ReLU let through is positive
-        return losses
 
-    return update
+def _side_by_side(images: Tensor) -> Tensor:
+    """[S, batch, channels, …] → [batch, S · channels, …] with a pixel's channels together."""
+    return images.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
 
 
 def _schedule(clients: Sequence[Local], training: Training) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
