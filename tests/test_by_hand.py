@@ -45,7 +45,6 @@ def ours(by_hand: ModuleType) -> list[Any]:
 def library(by_hand: ModuleType) -> tuple[Simulation, list[RoundRecord]]:
     world = World(
         dataset=by_hand.DATA,
-        data_dir=None,
         parts=by_hand.PARTS,
         devices=Devices(by_hand.UPLINK_BITS_PER_S, by_hand.DOWNLINK_BITS_PER_S, by_hand.COMPUTE_SECONDS),
         model="mlp",

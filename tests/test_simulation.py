@@ -14,7 +14,7 @@ from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
 from feddd.simulation import engine, simulator, workers
-from feddd.simulation.engine import BLOCKS, assign_blocks, block_ranges
+from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
 from feddd.simulation.samples import fill
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
@@ -209,7 +209,7 @@ def test_blocks_do_not_depend_on_workers_and_cover_everybody():
     for clients in (1, 7, 16, 100, 1003):
         blocks = block_ranges(clients)
         assert [client for block in blocks for client in block] == list(range(clients))
-        assert len(blocks) == min(clients, BLOCKS)
+        assert len(blocks) == min(clients, 48 if clients >= 384 else 12)
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 

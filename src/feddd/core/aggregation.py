@@ -113,6 +113,8 @@ class Aggregator:
                 rows = own_slot.stacked_rows(values[slot.name])
                 if shares is None:
                     total = torch.mv(rows.flatten(1).T, weights.to(rows)).cpu()
+                elif len(weights) == 1:  # a product of one number is no work for matrices
+                    total = rows[0].mul(shares[:, 0].to(rows)).cpu()
                 else:
                     total = torch.bmm(shares.to(rows), rows.transpose(0, 1)).cpu()
                 target = self._views[slot.name]

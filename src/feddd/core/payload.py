@@ -105,19 +105,19 @@ def payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int64]:
     """`payload_size` of several packed masks at once."""
     bits = np.unpackbits(np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1), axis=1, bitorder="little")
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
-    kept: NDArray[np.int64] = bits[:, : table.total_units] @ per_unit.astype(np.int64)
+    kept = bits[:, : table.total_units].astype(np.int64) @ per_unit.astype(np.int64)
     return fixed_bytes(table) + VALUE_BYTES * kept
 
 
 def pack_mask(mask: Mapping[str, Tensor], table: Units) -> bytes:
     """A bit per unit, layer by layer, zero-padded to a multiple of four bytes."""
+    if not table.layers:
+        return b""
     return pack_masks({name: units[None] for name, units in mask.items()}, table)[0]
 
 
 def pack_masks(masks: Mapping[str, Tensor], table: Units) -> list[bytes]:
     """`pack_mask` for each client of a stack of masks, [clients, units] per layer."""
-    if not table.layers:
-        raise ValueError("a model without units has no mask")
     flat = np.concatenate([masks[layer.name].numpy() for layer in table.layers], axis=1)
     packed = np.packbits(flat, axis=1, bitorder="little")
     return [row.tobytes().ljust(_mask_bytes(table), b"\0") for row in packed]

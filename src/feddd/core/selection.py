@@ -143,7 +143,7 @@ def _best_by_score(
     scores = score(layer, before, after, torch.float32) / share
     ranked, clients, count = np.sort(scores, axis=1), np.arange(len(counts)), np.array(counts)
     kept, left = ranked[clients, layer.units - count], ranked[clients, np.maximum(layer.units - count - 1, 0)]
-    best = scores >= kept[:, None]
+    best: NDArray[np.bool_] = scores >= kept[:, None]
     with np.errstate(invalid="ignore"):
         clear = (kept - left > FLOAT32_ERROR * kept) & (kept > FLOAT32_LEAST) & np.isfinite(ranked[:, -1])
     doubtful = np.flatnonzero(~clear)

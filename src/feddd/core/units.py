@@ -210,7 +210,7 @@ class Units:
             counts, chosen = _chosen(masks[layer.name])
             for slot in layer.slots:
                 rows = slot.stacked_rows(stack[slot.name].detach()).flatten(0, 1)
-                parts.append(rows.index_select(0, chosen.to(rows.device)).split(counts))
+                parts.append(torch.split(rows.index_select(0, chosen.to(rows.device)), counts))
         return [torch.cat([part[client].flatten() for part in parts]).float() for client in range(_clients(masks))]
 
     def put_stack(self, stack: Params, masks: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:

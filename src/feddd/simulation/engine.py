@@ -124,9 +124,9 @@ class Engine:
                 answers[place] = None if deaths[place] else worker.finish()
             except WorkerDied as death:
                 deaths[place] = death
-        for place, death in enumerate(deaths):
-            if death:
-                answers[place] = self._rebuild(place, method, arguments[place], death)
+        for place, lost in enumerate(deaths):
+            if lost:
+                answers[place] = self._rebuild(place, method, arguments[place], lost)
         return answers
 
     def _rebuild(self, place: int, method: str, arguments: tuple[object, ...], death: WorkerDied) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import traceback
 from typing import Any
@@ -45,15 +44,14 @@ class RayActors:
     def __init__(self, layout: Layout, fill: Fill, address: str | None = None) -> None:
         self._ours = not ray.is_initialized()
         if self._ours:
-            # Without an address Ray looks for RAY_ADDRESS itself, and starts a cluster on this machine if there is none.
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            # Without an address Ray looks at RAY_ADDRESS itself, and starts a cluster on this machine if that is empty.
             try:
                 ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise InputError(f"cannot reach a Ray cluster: {' '.join(str(error).split())}") from error
-        arrays = from_buffer(memoryview(np.empty(layout.nbytes, np.uint8)), layout)
+        arrays = from_buffer(np.empty(layout.nbytes, np.uint8), layout)
         fill(arrays)
-        self._arrays = ray.put(arrays)
+        self._arrays: Any = ray.put(arrays)
         self._class = ray.remote(num_cpus=1, runtime_env={"env_vars": WORKER_ENVIRONMENT})(_Actor)
 
     def start(self, spec: ShardSpec) -> Worker:

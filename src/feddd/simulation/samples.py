@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,13 +80,13 @@ class SampleArrays:
         )
 
 
-def from_buffer(buffer: memoryview, layout: Layout) -> SampleArrays:
-    """The arrays that lie in a buffer."""
+def from_buffer(buffer: Any, layout: Layout) -> SampleArrays:
+    """The arrays that lie in a buffer: anything that NumPy can look into."""
     arrays, start = {}, 0
     for name, kind, shape in layout.fields():
         arrays[name] = np.frombuffer(buffer, kind, int(np.prod(shape)), start).reshape(shape)
         start += arrays[name].nbytes
-    return SampleArrays(layout, **arrays)  # type: ignore[arg-type]
+    return SampleArrays(layout, **arrays)
 
 
 def fill(arrays: SampleArrays, data: Dataset, parts: Sequence[NDArray[np.int64]]) -> None:

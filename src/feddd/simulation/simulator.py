@@ -25,6 +25,7 @@ from feddd.errors import RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
+from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.workers import Backend, InProcess, Processes
 from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
@@ -104,6 +105,7 @@ class Simulation:
         models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)
+        self._convolves = convolves(module)
         count = models.widths(world.model)
         self._tables = [self.units] + [
             units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
@@ -180,7 +182,7 @@ class Simulation:
             train=sum(len(part) for part in world.parts),
             test=len(world.dataset.test_labels),
             image_shape=world.dataset.image_shape,
-            channels_last=world.training.trainer == "channels_last",
+            channels_last=world.training.trainer != "reference" and self._convolves,
         )
 
         def fill_in(arrays: SampleArrays) -> None:

@@ -130,7 +130,9 @@ class _Flatten:
         self.shape = inputs.shape
         if inputs.dim() == 3:
             return inputs
-        return inputs.unflatten(1, (self.clients, -1)).transpose(0, 1).flatten(2)
+        batch, channels, *sides = inputs.shape
+        by_client = inputs.reshape(batch, self.clients, channels // self.clients, *sides)
+        return by_client.transpose(0, 1).flatten(2)
 
     def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
         if first or len(self.shape) == 3:
@@ -176,7 +178,7 @@ class Chain:
 
 
 def chain(model: nn.Module) -> Chain | None:
-    """The model as a chain, if it is [convolutions,] flatten, linear layers with pooling and ReLU between; else None."""
+    """The model as a chain, if it is [convolutions,] flatten, linear layers, with pooling and ReLU between."""
     if not isinstance(model, nn.Sequential):
         return None
     modules = tuple(model.named_children())
@@ -227,8 +229,9 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
             if active != still:
                 layers, still = network.layers(stack, active), active
             batch = (slice(active), step, slice(longest))
-            images = gather_images(samples, index[batch].flatten()).unflatten(0, (active, longest))
-            inputs = images.flatten(2) if network.dense else _side_by_side(images)
+            images = gather_images(samples, index[batch].flatten())
+            by_client = images.view(active, longest, *images.shape[1:])
+            inputs = by_client.flatten(2) if network.dense else _side_by_side(by_client)
             losses[batch] = _update(layers, inputs, labels[batch], weight[batch], training.learning_rate)
         back = np.argsort(order).tolist()
         after = {name: _unload(values, back) for name, values in stack.items()}

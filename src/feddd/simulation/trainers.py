@@ -1,6 +1,7 @@
 """Which trainer a model gets: a static rule, so that the same experiment always gives the same bits.
 
-- "stacked": chains of small convolutions and linear layers, several clients at once;
+- "stacked": chains of convolutions, pooling and linear layers, with gradients written out; small models in stacks of
+  clients, large ones one client at a time;
 - "channels_last": other models with two-dimensional convolutions, one client at a time, pixels' channels together;
 - "reference": every other model, one client at a time. It is also the oracle that the others are tested against.
 """
@@ -22,7 +23,7 @@ Train = Callable[[Params, Samples, Sequence[Local], Training], Trained]
 STACK = 12
 """Clients in one stack, at most: more did not pay, and every one costs memory for its parameters and activations."""
 SMALL = 200_000
-"""Models with more parameters keep a core busy alone; stacking them was slower (CNN2, 587,194)."""
+"""Models with more parameters keep a core busy alone; several at once were slower (CNN2, 587,194)."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,14 @@ class Trainer:
 
 def choose_trainer(model: nn.Module) -> str:
     """The trainer for this model; it depends on nothing but the model's layers."""
-    if chain(model) is not None and sum(parameter.numel() for parameter in model.parameters()) <= SMALL:
+    if chain(model) is not None:
         return "stacked"
-    return "channels_last" if any(isinstance(layer, nn.Conv2d) for layer in model.modules()) else "reference"
+    return "channels_last" if convolves(model) else "reference"
+
+
+def convolves(model: nn.Module) -> bool:
+    """Whether the model has two-dimensional convolutions, which like a pixel's channels together."""
+    return any(isinstance(layer, nn.Conv2d) for layer in model.modules())
 
 
 def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
@@ -46,7 +52,8 @@ def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
         network = chain(model)
         if network is None:
             raise ValueError('trainer "stacked" does not fit this model; use "reference"')
-        return Trainer(stack_trainer(network), STACK)
+        small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+        return Trainer(stack_trainer(network), STACK if small else 1)
     if name == "channels_last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     return Trainer(_one_by_one(model, table), 1)

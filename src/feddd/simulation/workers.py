@@ -77,7 +77,7 @@ class InProcess:
     """Shards in this process."""
 
     def __init__(self, layout: Layout, fill: Fill) -> None:
-        self._arrays = from_buffer(memoryview(np.empty(layout.nbytes, np.uint8)), layout)
+        self._arrays = from_buffer(np.empty(layout.nbytes, np.uint8), layout)
         fill(self._arrays)
 
     def start(self, spec: ShardSpec) -> Worker:
@@ -191,4 +191,4 @@ class ProcessWorker:
 
 def mapped(descriptor: int, layout: Layout) -> SampleArrays:
     """The samples in a memory file; what one process writes, all see."""
-    return from_buffer(memoryview(mmap.mmap(descriptor, layout.nbytes)), layout)
+    return from_buffer(mmap.mmap(descriptor, layout.nbytes), layout)

@@ -84,9 +84,7 @@ def report_stack(
         values = [torch.empty(0)] * len(tasks)
     else:
         values = units.take_stack(after, complement(masks))
-    kept = [
-        Kept({name: rows[client] for name, rows in masks.items()}, own.cpu()) for client, own in enumerate(values)
-    ]
+    kept = [Kept({name: rows[client] for name, rows in masks.items()}, own.cpu()) for client, own in enumerate(values)]
     return masks, kept
 
 
