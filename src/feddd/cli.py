@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. training.epochs=3, strategy.feddd.budget=0.4."),
 ]
+
+
+class Engine(StrEnum):
+    """Where the workers of a simulation run."""
+
+    local = "local"
+    ray = "ray"
 
 
 @app.callback()
@@ -83,6 +91,15 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Fleet, split, initial weights and batch order.")] = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds to simulate.")] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one per core. Same numbers.")] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="Where the workers run: processes here, or actors of a Ray cluster. Same numbers.")
+    ] = Engine.local,
+    ray_address: Annotated[
+        str | None, typer.Option(help="The Ray cluster; default: RAY_ADDRESS, else a new one on this machine.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Keep clients' state in files here: for fleets larger than memory.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no summary.")] = False,
@@ -100,7 +117,16 @@ def run(
     given = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
     loaded = load_experiment(experiment or "quickstart", overrides or (), given)
     with RunProgress(loaded, hidden=quiet or as_json) as progress:
-        results = run_experiment(loaded, out, workers=workers, data_dir=data_dir, watch=progress)
+        results = run_experiment(
+            loaded,
+            out,
+            workers=workers,
+            engine=engine.value,
+            ray_address=ray_address,
+            state_dir=state_dir,
+            data_dir=data_dir,
+            watch=progress,
+        )
     if as_json:
         _print_json({"folder": str(results.path), **results.summary})
     elif not quiet:

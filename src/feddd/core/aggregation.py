@@ -27,9 +27,9 @@ class Sums:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Both together; the left one's arrays are used up."""
-    numerator = left.numerator
-    numerator += right.numerator
+    """Both together; the left one's arrays are used up, unless they are read-only."""
+    spare = left.numerator if left.numerator.flags.writeable else None
+    numerator = np.add(left.numerator, right.numerator, out=spare)
     weights = {table.digest: (table, dict(per_layer)) for table, per_layer in left.weights}
     for table, per_layer in right.weights:
         if table.digest in weights:
@@ -145,10 +145,10 @@ class Aggregator:
         if other.numerator.shape != self._sum.shape or not named_alike:
             raise ValueError("only sums of the same model can be merged")
         tables = [self._weights_of(table) for table, _ in other.weights]
-        self._sum += torch.from_numpy(other.numerator)
+        self._sum.numpy()[:] += other.numerator
         for weights, (_, per_layer) in zip(tables, other.weights, strict=True):
             for name, added in per_layer.items():
-                weights[name] += torch.from_numpy(added)
+                weights[name].numpy()[:] += added
         self._total += other.total_weight
 
     def result(self) -> dict[str, Tensor]:

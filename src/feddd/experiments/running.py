@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from feddd.experiments.report import write_report
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
-from feddd.simulation.simulator import RoundRecord, Simulation, World
+from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
 from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
@@ -50,6 +50,9 @@ def run(
     out: str | os.PathLike[str] | None = None,
     *,
     workers: int | None = None,
+    engine: EngineName = "local",
+    ray_address: str | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     watch: Callable[[Progress], None] | None = None,
     wire: bool = False,
@@ -57,6 +60,8 @@ def run(
     """Simulate every strategy of an experiment and leave tables, models, a summary and report.html in `out`.
 
     out: a new or empty folder (default: runs/NAME-TIMESTAMP)    workers: processes (default: one per core)
+    engine: "local", or "ray" for a cluster: at ray_address, else by Ray's own setting, else on this machine
+    state_dir: keep what clients hold between rounds in memory-mapped files there, for fleets larger than memory
     watch: called after every round    wire: really encode and decode every payload
     """
     if not isinstance(experiment, Experiment):
@@ -66,7 +71,8 @@ def run(
     world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
     experiment = _resolved(experiment, world)
     strategies = {section.label: section.build() for section in experiment.strategy}
-    with Simulation(world, workers=workers, wire=wire) as simulation:
+    options: dict[str, Any] = {"engine": engine, "ray_address": ray_address, "state_dir": _state_folder(state_dir)}
+    with Simulation(world, workers=workers, wire=wire, **options) as simulation:
         initial = start(simulation.initial, len(simulation.fleet))
         for label, strategy in strategies.items():
             # A first plan shows whether the strategy fits this fleet and model before anything is written.
@@ -75,11 +81,10 @@ def run(
             except ValueError as error:
                 raise InputError(f"strategy {label!r}: {error}") from error
         folder = new_folder(experiment, out)
-        tables = Tables(folder, seed=experiment.seed)
         _write_text(folder / "config.toml", experiment.to_toml())
         _write_text(folder / "environment.json", _json(environment(experiment.seed)))
-        tables.write_partition(_label_counts(world))
-        try:
+        with Tables(folder, seed=experiment.seed) as tables:
+            tables.write_partition(_label_counts(world))
             for label, strategy in strategies.items():
                 for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
                     tables.add(label, record)
@@ -87,11 +92,6 @@ def run(
                         watch(Progress(label, record))
                 tables.flush()
                 _write_model(folder / f"model-{label}.safetensors", record.state.model)
-        except BaseException:
-            # Whatever stopped the run, the rounds that are done stay readable.
-            with contextlib.suppress(OSError):
-                tables.flush()
-            raise
     return _finish(folder)
 
 
@@ -127,6 +127,11 @@ def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
     if given["trainer"] == "auto":
         given["trainer"] = choose_trainer(model)
     try:
+        torch.empty(0, device=given["device"])
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"training.device {given['device']!r} cannot be used here: {reason}") from error
+    try:
         make_trainer(model, units(model), given["trainer"])
     except ValueError as error:
         raise InputError(f"training.trainer, model {experiment.model.name!r}: {error}") from error
@@ -144,6 +149,12 @@ def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = No
     counts = _label_counts(build_world(experiment, Path(data_dir) if data_dir is not None else None))
     tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()} | {"partition": partition_table(counts)}
     return Results(Path(), experiment.model_dump(), {}, {}, tables)
+
+
+def _state_folder(folder: str | os.PathLike[str] | None) -> Path | None:
+    if folder is not None and not Path(folder).is_dir():
+        raise InputError(f"the state folder {os.fspath(folder)!r} does not exist")
+    return None if folder is None else Path(folder).absolute()
 
 
 def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:

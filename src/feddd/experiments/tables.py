@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,24 @@ class Tables:
         self._seed = seed
         self._batches: dict[str, list[Any]] = {name: [] for name in ("rounds", "clients", "classes", "timings")}
         self._next_flush = time.monotonic() + FLUSH_SECONDS
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
+        self._writing: Future[float] | None = None
+
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever stopped a run, the rounds that are done stay readable."""
+        try:
+            if error is None:
+                self.flush()
+            else:
+                with contextlib.suppress(OSError):
+                    self.flush()
+        finally:
+            self._writer.shutdown()
 
     def add(self, label: str, record: RoundRecord) -> None:
         """Append one round."""
@@ -40,20 +61,36 @@ class Tables:
             self._append("classes", label, record.round, rows)
         rows = [{"phase": phase, "wall_seconds": seconds} for phase, seconds in record.wall_seconds.items()]
         self._append("timings", label, record.round, rows)
-        if time.monotonic() >= self._next_flush:
-            self.flush()
+        if time.monotonic() >= self._next_flush and (self._writing is None or self._writing.done()):
+            self._begin_flush()
 
     def write_partition(self, counts: NDArray[np.int64]) -> None:
         """How many samples of each label each client has; counts: [clients, classes]."""
         self._write("partition", partition_table(counts))
 
     def flush(self) -> None:
-        """Write all tables as they stand."""
+        """Write all tables as they stand, and wait for it."""
+        self._begin_flush()
+        self._finish_flush()
+
+    def _begin_flush(self) -> None:
+        """Let the writer's thread do it while the next round runs; what it could not write before is raised here."""
+        self._finish_flush()
+        snapshot = {name: list(batches) for name, batches in self._batches.items()}
+        self._writing = self._writer.submit(self._write_all, snapshot)
+
+    def _finish_flush(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            cost = writing.result()
+            self._next_flush = time.monotonic() + max(FLUSH_SECONDS, cost / FLUSH_SHARE)
+
+    def _write_all(self, snapshot: dict[str, list[Any]]) -> float:
+        """The seconds it took."""
         begun = time.monotonic()
-        for name, batches in self._batches.items():
+        for name, batches in snapshot.items():
             self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]))
-        cost = time.monotonic() - begun
-        self._next_flush = time.monotonic() + max(FLUSH_SECONDS, cost / FLUSH_SHARE)
+        return time.monotonic() - begun
 
     def _append(self, name: str, label: str, number: int, rows: list[dict[str, Any]]) -> None:
         same = {"strategy": label, "seed": self._seed, "round": number}

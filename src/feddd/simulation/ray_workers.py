@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from typing import Any
@@ -35,28 +36,35 @@ class _Actor:
             return traceback.format_exc(), None
 
 
-class RayActors:
-    """Starts actors on the cluster that `address` names, else RAY_ADDRESS; without either, on a Ray of its own here.
+class RayCluster:
+    """A Ray cluster: the one at `address`, else at RAY_ADDRESS; without either, one of its own on this machine.
 
-    A Ray that runs already in this process is used as it is, and left running.
+    A Ray that this process is connected to already is used as it is, and left as it is.
     """
 
-    def __init__(self, layout: Layout, fill: Fill, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None) -> None:
         self._ours = not ray.is_initialized()
         if self._ours:
-            # Without an address Ray looks at RAY_ADDRESS itself, and starts a cluster on this machine if that is empty.
+            # Defaults for a Ray that is started here; whoever has set these keeps them.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:
                 ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise InputError(f"cannot reach a Ray cluster: {' '.join(str(error).split())}") from error
+        self.cores = int(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
+        self._samples: Any = None
+        self._class = ray.remote(num_cpus=1, runtime_env={"env_vars": WORKER_ENVIRONMENT})(_Actor)
+
+    def load(self, layout: Layout, fill: Fill) -> None:
+        """Put the samples into the object store."""
         arrays = from_buffer(np.empty(layout.nbytes, np.uint8), layout)
         fill(arrays)
-        self._arrays: Any = ray.put(arrays)
-        self._class = ray.remote(num_cpus=1, runtime_env={"env_vars": WORKER_ENVIRONMENT})(_Actor)
+        self._samples = ray.put(arrays)
 
     def start(self, spec: ShardSpec) -> Worker:
         """An actor, wherever a core is free."""
-        return RayWorker(self._class.remote(sys.path, spec, self._arrays))
+        return RayWorker(self._class.remote(sys.path, spec, self._samples))
 
     def prepare(self) -> None:
         """The samples are in the object store already."""
@@ -67,7 +75,7 @@ class RayActors:
 
     def close(self) -> None:
         """End Ray if it was started here."""
-        self._arrays = None
+        self._samples = None
         if self._ours:
             ray.shutdown()
 

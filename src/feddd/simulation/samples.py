@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,13 +71,18 @@ class SampleArrays:
     def tensors(self, device: str) -> tuple[Samples, Samples]:
         """Training and test samples for torch; on the CPU they are these arrays, not copies."""
 
+        def shared(array: NDArray[Any]) -> Tensor:
+            with warnings.catch_warnings():  # Ray's memory is read-only, which torch cannot express; nobody writes
+                warnings.simplefilter("ignore", UserWarning)
+                return torch.from_numpy(array)
+
         def images(array: NDArray[np.float32]) -> Tensor:
-            tensor = torch.from_numpy(array).to(device)
+            tensor = shared(array).to(device)
             return tensor.permute(0, 3, 1, 2) if self.layout.channels_last else tensor
 
         return (
-            Samples(images(self.train_images), torch.from_numpy(self.train_labels).to(device)),
-            Samples(images(self.test_images), torch.from_numpy(self.test_labels).to(device)),
+            Samples(images(self.train_images), shared(self.train_labels).to(device)),
+            Samples(images(self.test_images), shared(self.test_labels).to(device)),
         )
 
 

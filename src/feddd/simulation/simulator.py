@@ -21,13 +21,13 @@ from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import Units, units
-from feddd.errors import RunError
+from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
-from feddd.simulation.workers import Backend, InProcess, Processes
+from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
 from feddd.world import models
 from feddd.world.datasets import Dataset
@@ -91,11 +91,13 @@ class Simulation:
         *,
         workers: int | None = None,
         engine: EngineName = "local",
+        ray_address: str | None = None,
         state_dir: Path | None = None,
         wire: bool = False,
     ) -> None:
         """workers: how many shards (default: one per core)    engine: "local" processes or a "ray" cluster
 
+        ray_address: of the cluster; None for Ray's own setting, or a cluster on this machine
         state_dir: keep what clients hold between rounds in memory-mapped files there    wire: really encode payloads
         """
         self._world = world
@@ -112,8 +114,21 @@ class Simulation:
         ]
         self._width_of = [client % count for client in range(len(world.parts))]
         self.fleet = _fleet(world.devices, [self._tables[width] for width in self._width_of], self.units)
+        if engine == "ray":
+            from feddd.simulation.ray_workers import RayCluster
+
+            cluster = RayCluster(ray_address)
+            if workers is not None and workers > cluster.cores:
+                cores = cluster.cores
+                cluster.close()
+                raise InputError(f"{workers} workers need a core each; the Ray cluster has {cores}")
+            specs = self._specs(workers or cluster.cores, state_dir, wire)
+            cluster.load(self._layout(), self._fill)
+            self._engine = Engine(specs, cluster)
+            return
         specs = self._specs(workers or default_workers(), state_dir, wire)
-        self._engine = Engine(specs, self._backend(engine, len(specs)))
+        backend = InProcess if len(specs) == 1 else Processes
+        self._engine = Engine(specs, backend(self._layout(), self._fill))
 
     def __enter__(self) -> Simulation:
         return self
@@ -176,23 +191,17 @@ class Simulation:
             upload_seconds=latency.transfer_seconds(8.0 * upload.upload_bytes, float(fleet.uplink_bits_per_s[client])),
         )
 
-    def _backend(self, engine: EngineName, shards: int) -> Backend:
+    def _layout(self) -> Layout:
         world = self._world
-        layout = Layout(
+        return Layout(
             train=sum(len(part) for part in world.parts),
             test=len(world.dataset.test_labels),
             image_shape=world.dataset.image_shape,
             channels_last=world.training.trainer != "reference" and self._convolves,
         )
 
-        def fill_in(arrays: SampleArrays) -> None:
-            fill(arrays, world.dataset, world.parts)
-
-        if engine == "ray":
-            from feddd.simulation.ray_workers import RayActors
-
-            return RayActors(layout, fill_in)
-        return InProcess(layout, fill_in) if shards == 1 else Processes(layout, fill_in)
+    def _fill(self, arrays: SampleArrays) -> None:
+        fill(arrays, self._world.dataset, self._world.parts)
 
     def _specs(self, workers: int, state_dir: Path | None, wire: bool) -> list[ShardSpec]:
         world = self._world
