@@ -37,7 +37,7 @@ test-all: $(VENV)/.installed-test ## Run all tests, also the slow ones; a skippe
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "feddd needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 …")'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -254,6 +256,64 @@ def data_show(
         f"{loaded.data.dataset}, {loaded.data.partition}: {len(samples)} clients, {sum(samples)} samples, "
         f"{min(samples)} to {max(samples)} each; picture: {out}"
     )
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Which benchmarks; default: all. See --list."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PYTHON", help="A Python that has flower, pfl, fedlab or jax; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every contestant; figures are medians.")] = 9,
+    full: Annotated[bool, typer.Option("--full", help="Also HiGHS with 100,000 clients, which takes minutes.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for bench.json, .md and .png; default: runs/bench-TIMESTAMP.")
+    ] = None,
+    list_names: Annotated[bool, typer.Option("--list", help="List the benchmarks and exit.")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Measure: rounds beside plain loops and other frameworks, and what rounds are made of; ratios within one run.
+
+    Examples: `feddd bench throughput`   `feddd bench engine --peer flower=peers/flower/bin/python`
+    """
+    from feddd.benchmarks.measuring import Settings
+    from feddd.benchmarks.printing import BenchProgress
+    from feddd.benchmarks.suite import BENCHMARKS, run_suite, write_results
+
+    if list_names:
+        about = {name: (benchmark.__doc__ or "").strip() for name, benchmark in BENCHMARKS.items()}
+        if as_json:
+            _print_json([{"name": name, "about": text} for name, text in about.items()])
+        else:
+            typer.echo("\n".join(f"{name:<11} {text}" for name, text in about.items()))
+        return
+    settings = Settings(rounds, _peers(peer or ()), data_dir, full)
+    with BenchProgress(hidden=as_json) as progress:
+        figures = []
+        for figure in run_suite(names or (), settings, progress.begin):
+            figures.append(figure)
+            progress.show(figure)
+    folder = out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
+    paths = write_results(figures, folder)
+    if as_json:
+        _print_json({"folder": str(folder), "figures": [figure.to_dict() for figure in figures]})
+    else:
+        typer.echo(f"{folder}: {', '.join(path.name for path in paths)}")
+
+
+def _peers(given: Sequence[str]) -> dict[str, Path]:
+    peers = {}
+    for text in given:
+        name, equals, python = text.partition("=")
+        if not equals or not name or not python:
+            raise InputError(f"--peer takes NAME=PYTHON, not {text!r}")
+        peers[name] = Path(python)
+    return peers
 
 
 def _first_comment(text: str) -> str:

@@ -1,0 +1,1 @@
+"""What `feddd bench` measures: ratios within one run, because machines are shared and noisy."""
