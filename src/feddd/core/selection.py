@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ Selector = Literal["importance", "magnitude", "delta", "random", "ordered"]
 
 WEIGHT_FLOOR = 1e-3
 """|W| is not taken smaller than this share of the layer's root mean square when importance divides by it."""
-BLOCK = 2**20
+BLOCK = 2**18
 """Scores are worked out on so many numbers at a time: intermediate results stay in the processor's cache."""
 FLOAT32_ERROR = 1e-4
 """More than a float32 score can be off, relatively: rounding of the terms and of the sum of their squares."""
@@ -96,13 +96,13 @@ def select_stack(
         if min(counts) == layer.units and selector != "random":
             mask[layer.name] = torch.ones(len(counts), layer.units, dtype=torch.bool)
             continue
-        share = coverage[layer.name].double().numpy() if coverage and selector == "importance" else 1.0
         if selector == "random":
             chosen = _best(np.stack([rng.random(layer.units) for rng in rngs or ()]), counts, layer)
         elif selector == "ordered":
             chosen = np.arange(layer.units) < np.array(counts)[:, None]
         else:
-            chosen = _best_by_score(SCORES[selector], layer, before, after, counts, share)
+            share = coverage[layer.name].double().numpy() if coverage and selector == "importance" else None
+            chosen = _best_by_score(selector, layer, before, after, counts, share)
         mask[layer.name] = torch.from_numpy(chosen)
     return mask
 
@@ -113,8 +113,12 @@ def unit_scores(
     """The score of every unit by importance, magnitude or delta, float64 [units] per layer."""
     table = units_for(after, units)
     old, new = _stack_of_one(before, table), _stack_of_one(after, table)
-    score = SCORES[selector]
-    return {layer.name: torch.from_numpy(score(layer, old, new, torch.float64)[0]) for layer in table.layers}
+    scores = {}
+    for layer in table.layers:
+        rows = _rows(layer, old), _rows(layer, new)
+        floor = _floors(selector, rows[0], torch.float64)
+        scores[layer.name] = torch.from_numpy(_norms(selector, *rows, floor, torch.float64)[0])
+    return scores
 
 
 def _stack_of_one(params: Params, table: Units) -> dict[str, Tensor]:
@@ -130,28 +134,38 @@ def _check_coverage(table: Units, coverage: Mapping[str, Tensor] | None) -> None
 
 
 def _best_by_score(
-    score: Score, layer: Layer, before: Params, after: Params, counts: Sequence[int], share: Floats | float
+    selector: str, layer: Layer, before: Params, after: Params, counts: Sequence[int], share: Floats | None
 ) -> NDArray[np.bool_]:
-    """The units with the highest scores in float64, [clients, units]; float32 decides wherever it can.
+    """The units with the highest scores in float64, [clients, units]; share: CR(k), what the scores are divided by.
 
-    float32 is half of the work and nearly always enough. Where the last unit that is kept and the first that is not are
-    too close to call, that client's layer is scored again in float64. share: CR(k), what the scores are divided by
+    All units are scored in float32, which is half of the work. Where that leaves open on which side of the cut some
+    units of a client are, those are scored again in float64.
     """
-    names = [slot.name for slot in layer.slots]
-    if any(after[name].dtype != torch.float32 or before[name].dtype != torch.float32 for name in names):
-        return _best(score(layer, before, after, torch.float64) / share, counts, layer)
-    scores = score(layer, before, after, torch.float32) / share
-    ranked, clients, count = np.sort(scores, axis=1), np.arange(len(counts)), np.array(counts)
-    kept, left = ranked[clients, layer.units - count], ranked[clients, np.maximum(layer.units - count - 1, 0)]
-    best: NDArray[np.bool_] = scores >= kept[:, None]
-    with np.errstate(invalid="ignore"):
-        clear = (kept - left > FLOAT32_ERROR * kept) & (kept > FLOAT32_LEAST) & np.isfinite(ranked[:, -1])
-    doubtful = np.flatnonzero(~clear)
-    if len(doubtful):
-        chosen = torch.from_numpy(doubtful)
-        old, new = ({name: params[name][chosen] for name in names} for params in (before, after))
-        again = score(layer, old, new, torch.float64) / share
-        best[doubtful] = _best(again, count[doubtful].tolist(), layer)
+    old, new = _rows(layer, before), _rows(layer, after)
+    if not old:  # nothing that was trained: all units are equal
+        return np.arange(layer.units) < np.array(counts)[:, None]
+    shares = np.ones(layer.units) if share is None else share
+    scores = np.full((len(counts), layer.units), np.nan)
+    if all(rows.dtype == torch.float32 for rows in (*old, *new)):
+        scores = _norms(selector, old, new, _floors(selector, old, torch.float32), torch.float32) / shares
+    ranked = np.sort(scores, axis=1)
+    best = np.ones(scores.shape, dtype=np.bool_)
+    for client, count in enumerate(counts):
+        if count == layer.units:
+            continue
+        cut, below = ranked[client, layer.units - count], ranked[client, layer.units - count - 1]
+        told = cut > FLOAT32_LEAST and np.isfinite(ranked[client, -1])
+        best[client] = scores[client] >= cut
+        if told and cut - below > FLOAT32_ERROR * cut:
+            continue
+        near = np.abs(scores[client] - cut) <= 2 * FLOAT32_ERROR * cut if told else np.ones(layer.units, np.bool_)
+        own_old, own_new = ([rows[client : client + 1] for rows in stack] for stack in (old, new))
+        chosen = torch.from_numpy(near)
+        near_old, near_new = ([rows[:, chosen] for rows in stack] for stack in (own_old, own_new))
+        floor = _floors(selector, own_old, torch.float64)
+        precise = _norms(selector, near_old, near_new, floor, torch.float64) / shares[near]
+        best[client] &= ~near
+        best[client, near] = _best(precise, [count - int(best[client].sum())], layer)[0]
     return best
 
 
@@ -165,58 +179,44 @@ def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.boo
     return best
 
 
-def _importance(layer: Layer, before: Params, after: Params, dtype: torch.dtype) -> Floats:
-    """I(k) = ‖ΔW ⊙ Ŵ ⊘ W‖₂ over all parameters of unit k (Eq. 20), with |W| floored."""
-    floors = WEIGHT_FLOOR * _root_mean_squares(layer, before, dtype)
+def _rows(layer: Layer, params: Params) -> list[Tensor]:
+    """The trained tensors of a layer, [clients, units, numbers of a unit] each."""
+    return [slot.stacked_rows(params[slot.name]) for slot in layer.slots if not slot.buffer]
+
+
+def _floors(selector: str, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """How small |W| may be for importance: a share of the layer's root mean square, per client, [clients, 1, 1]."""
+    if selector != "importance":
+        return torch.zeros(len(rows[0]), 1, 1)
+    squares, numbers = np.zeros(len(rows[0])), 0
+    for part in rows:
+        norms = torch.linalg.vector_norm(part.flatten(1).to(dtype), dim=1)
+        squares += norms.cpu().numpy().astype(np.float64) ** 2
+        numbers += part[0].numel()
+    floors = WEIGHT_FLOOR * np.sqrt(squares / numbers)
     # A layer that is all zeros has no scale of its own: any floor gives the same ranking there.
     floors[floors == 0.0] = 1.0
-    floor = torch.from_numpy(floors).to(before[layer.slots[0].name].device, dtype)[:, None, None]
-
-    def values(old: Tensor, new: Tensor, clients: slice) -> Tensor:
-        ratio = new.sub(old).mul_(new)
-        return ratio.div_(old.abs().clamp_(min=floor[clients]))  # the norm does not see W's sign
-
-    return _unit_norms(layer, before, after, values, dtype)
+    return torch.from_numpy(floors).to(rows[0].device, dtype)[:, None, None]
 
 
-def _magnitude(layer: Layer, before: Params, after: Params, dtype: torch.dtype) -> Floats:
-    """‖Ŵ‖₂ of the unit."""
-    return _unit_norms(layer, before, after, lambda _old, new, _clients: new, dtype)
+def _importance(old: Tensor, new: Tensor, floor: Tensor) -> Tensor:
+    """ΔW ⊙ Ŵ ⊘ W, whose norm over a unit is I(k) (Eq. 20), with |W| floored."""
+    return new.sub(old).mul_(new).div_(old.abs().clamp_(min=floor))  # the norm does not see W's sign
 
 
-def _delta(layer: Layer, before: Params, after: Params, dtype: torch.dtype) -> Floats:
-    """‖ΔW‖₂ of the unit."""
-    return _unit_norms(layer, before, after, lambda old, new, _clients: new - old, dtype)
-
-
-def _root_mean_squares(layer: Layer, params: Params, dtype: torch.dtype) -> Floats:
-    """Of each client's weights in the layer, [clients]."""
-    squares, elements = np.zeros(len(params[layer.slots[0].name])), 0
-    for slot in layer.slots:
-        if not slot.buffer:
-            norms = torch.linalg.vector_norm(params[slot.name].flatten(1).to(dtype), dim=1)
-            squares += norms.cpu().numpy().astype(np.float64) ** 2
-            elements += slot.elements
-    root: Floats = np.sqrt(squares / max(elements, 1))
-    return root
-
-
-def _unit_norms(
-    layer: Layer,
-    before: Params,
-    after: Params,
-    values: Callable[[Tensor, Tensor, slice], Tensor],
-    dtype: torch.dtype,
-) -> Floats:
-    """L2 norm of each client's units, [clients, units], of what `values` makes of W and Ŵ block by block."""
-    squares = np.zeros((len(after[layer.slots[0].name]), layer.units))
-    for slot in layer.slots:
-        if slot.buffer:
-            continue
-        old, new = slot.stacked_rows(before[slot.name]), slot.stacked_rows(after[slot.name])
-        for clients, rows in _blocks(*old.shape):
-            part = values(old[clients, rows].to(dtype), new[clients, rows].to(dtype), clients)
-            squares[clients, rows] += torch.linalg.vector_norm(part, dim=2).cpu().numpy().astype(np.float64) ** 2
+def _norms(selector: str, old: Sequence[Tensor], new: Sequence[Tensor], floor: Tensor, dtype: torch.dtype) -> Floats:
+    """The L2 norm of every unit of what the rule makes of W and Ŵ, [clients, units], worked out block by block."""
+    squares = np.zeros(old[0].shape[:2])
+    for before, after in zip(old, new, strict=True):
+        for some, rows in _blocks(*before.shape):
+            trained = after[some, rows].to(dtype)
+            if selector == "magnitude":
+                part = trained
+            elif selector == "delta":
+                part = trained - before[some, rows].to(dtype)
+            else:
+                part = _importance(before[some, rows].to(dtype), trained, floor[some])
+            squares[some, rows] += torch.linalg.vector_norm(part, dim=2).cpu().numpy().astype(np.float64) ** 2
     return np.sqrt(squares)
 
 
@@ -229,6 +229,4 @@ def _blocks(clients: int, units: int, numbers: int) -> Iterator[tuple[slice, sli
             yield slice(client, client + together), slice(start, start + rows)
 
 
-Score = Callable[[Layer, Params, Params, torch.dtype], Floats]
-SCORES: Mapping[str, Score] = {"importance": _importance, "magnitude": _magnitude, "delta": _delta}
 SELECTORS = ("importance", "magnitude", "delta", "random", "ordered")

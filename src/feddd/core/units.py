@@ -163,20 +163,36 @@ class Units:
         kept = sum(layer.unit_elements * int(mask[layer.name].sum()) for layer in self.layers)
         return kept + len(self.fixed)
 
-    def take(self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True) -> Tensor:
-        """The masked units' values as one float32 vector, contiguous per tensor, in wire order."""
-        parts = []
+    def take(
+        self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True, out: Tensor | None = None
+    ) -> Tensor:
+        """The masked units' values as one float32 vector, contiguous per tensor, in wire order.
+
+        out: where to write them, if it is there already
+        """
+        if out is None:
+            out = torch.empty(self.kept_elements(mask) - (0 if fixed else len(self.fixed)))
+        start = 0
         for layer in self.layers:
             kept = mask[layer.name]
             chosen = None if bool(kept.all()) else kept.nonzero().squeeze(1)
             for slot in layer.slots:
                 rows = slot.rows(params[slot.name].detach())
-                if chosen is not None:
-                    rows = rows.index_select(0, chosen) if slot.lead == 1 else rows[slot.index(kept)]
-                parts.append(rows.reshape(-1).float())
-        if fixed:
-            parts.extend(params[slot.name].detach().reshape(-1).float() for slot in self.fixed)
-        return torch.cat(parts) if parts else torch.empty(0)
+                count = layer.units if chosen is None else len(chosen)
+                part = out[start : start + slot.elements // layer.units * count]
+                start += len(part)
+                if chosen is None:
+                    part.view(rows.shape).copy_(rows)
+                elif slot.lead > 1:
+                    part.view(count, *rows.shape[2:]).copy_(rows[slot.index(kept)])
+                elif rows.dtype == torch.float32:
+                    torch.index_select(rows, 0, chosen, out=part.view(count, *rows.shape[1:]))
+                else:
+                    part.view(count, *rows.shape[1:]).copy_(rows.index_select(0, chosen))
+        for slot in self.fixed if fixed else ():
+            out[start] = params[slot.name].detach()
+            start += 1
+        return out
 
     def put(self, params: Params, mask: Mapping[str, Tensor], values: Tensor, *, fixed: bool = True) -> None:
         """Write the values that `take` returned back into their places in `params`; the rest is left as it is."""
