@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import feddd
-from feddd.core.selection import SELECTORS, kept_units, unit_scores
+from feddd.core.selection import SELECTORS, kept_units, select, select_stack, unit_scores
 from feddd.core.units import units
 
 Params = dict[str, Tensor]
@@ -281,3 +281,40 @@ def test_no_global_generator_is_touched(rule: str) -> None:
     assert random.getstate() == states[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), states[1])  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@pytest.mark.parametrize("rule", ["importance", "magnitude", "delta"])
+@pytest.mark.parametrize("spread", [1e-9, 1e-6, 1e-4, 1e-2])
+def test_units_that_float32_cannot_tell_apart_are_ranked_as_in_float64(rule: str, spread: float) -> None:
+    # 500 units whose scores differ by about `spread`: some, or all, are too close for float32.
+    before = {"a.weight": randn((1, 40), 1).repeat(500, 1) + spread * randn((500, 40), 2)}
+    after = {"a.weight": 1.01 * before["a.weight"] + spread * randn((500, 40), 3)}
+    scores = unit_scores(before, after, selector=rule)["a"]
+    for dropout in (0.1, 0.5, 0.9):
+        count = kept_units(500, dropout)
+        best = sorted(torch.argsort(scores, descending=True, stable=True)[:count].tolist())
+        assert kept(select(before, after, dropout, selector=rule), "a") == best
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e25])
+def test_float32_weights_of_any_size_are_ranked_as_in_float64(scale: float) -> None:
+    before, after = {"a.weight": scale * randn((30, 20), 1)}, {"a.weight": scale * randn((30, 20), 2)}
+    scores = unit_scores(before, after)["a"]
+    best = sorted(torch.argsort(scores, descending=True, stable=True)[:12].tolist())
+    assert kept(select(before, after, 0.6), "a") == best
+
+
+def test_a_stack_is_selected_client_by_client() -> None:
+    before, after = two_layers(1), two_layers(50)
+    table = units(before)
+    stacks = [{name: torch.stack([p[name], q[name]]) for name in before} for p, q in ((before, after), (after, before))]
+    both = select_stack(*stacks, [0.3, 0.6], units=table)
+    for client, (old, new, dropout) in enumerate(((before, after, 0.3), (after, before, 0.6))):
+        alone = select(old, new, dropout)
+        assert all(torch.equal(both[name][client], alone[name]) for name in alone)
+
+
+def test_units_of_buffers_alone_are_taken_in_order() -> None:
+    table = units(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(5, affine=False)))
+    params = {"1.running_mean": randn((5,), 1), "1.running_var": randn((5,), 2).abs()}
+    assert kept(select(params, params, 0.4, units=table), "1") == [0, 1, 2]

@@ -74,8 +74,9 @@ def throughput(settings: Settings) -> Iterator[Figure]:
 
 
 def _seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of a few, after one to warm up."""
-    work()
+    """The median of a few, after some to warm up: memory that was never touched before is slow."""
+    for _ in range(3):
+        work()
     taken = []
     for _ in range(repeats):
         begun = time.perf_counter()

@@ -14,7 +14,6 @@ Decoding is driven by the receiver's own layer table; nothing a sender writes de
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,14 +38,9 @@ def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = 
     """The kept units of `params` as bytes; integer tensors are not sent."""
     table = units_for(params, units)
     table.check_mask(mask)
-    data = np.empty(_size(table, mask), np.uint8)
-    head = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest) + pack_mask(mask, table)
-    data[: len(head)] = np.frombuffer(head, np.uint8)
-    values = data[len(head) :].view(np.float32)
-    table.take(params, mask, out=torch.from_numpy(values))
-    if sys.byteorder == "big":
-        values.byteswap(inplace=True)
-    return data.tobytes()
+    values = table.take(params, mask).numpy().astype("<f4", copy=False)
+    header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
+    return b"".join((header, pack_mask(mask, table), values.data))
 
 
 def decode(

@@ -175,7 +175,7 @@ def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.boo
         raise ValueError(f"layer {layer.name!r} holds values that are not finite; its units cannot be ranked")
     order = np.argsort(-scores, axis=1, kind="stable")
     best = np.empty(scores.shape, dtype=np.bool_)
-    np.put_along_axis(best, order, np.arange(layer.units) < np.array(counts)[:, None], axis=1)
+    np.put_along_axis(best, order, np.arange(scores.shape[1]) < np.array(counts)[:, None], axis=1)
     return best
 
 
@@ -199,24 +199,24 @@ def _floors(selector: str, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor
     return torch.from_numpy(floors).to(rows[0].device, dtype)[:, None, None]
 
 
-def _importance(old: Tensor, new: Tensor, floor: Tensor) -> Tensor:
-    """ΔW ⊙ Ŵ ⊘ W, whose norm over a unit is I(k) (Eq. 20), with |W| floored."""
-    return new.sub(old).mul_(new).div_(old.abs().clamp_(min=floor))  # the norm does not see W's sign
-
-
 def _norms(selector: str, old: Sequence[Tensor], new: Sequence[Tensor], floor: Tensor, dtype: torch.dtype) -> Floats:
     """The L2 norm of every unit of what the rule makes of W and Ŵ, [clients, units], worked out block by block."""
     squares = np.zeros(old[0].shape[:2])
     for before, after in zip(old, new, strict=True):
-        for some, rows in _blocks(*before.shape):
-            trained = after[some, rows].to(dtype)
+        blocks = list(_blocks(*before.shape))
+        # One block of room for all blocks: fresh memory for each would cost more than the sums.
+        room = torch.empty(2, *before[blocks[0]].shape, dtype=dtype, device=before.device)
+        for some, rows in blocks:
+            weight, trained = before[some, rows].to(dtype), after[some, rows].to(dtype)
+            result, size = (part[: len(weight), : weight.shape[1]] for part in room)
             if selector == "magnitude":
-                part = trained
-            elif selector == "delta":
-                part = trained - before[some, rows].to(dtype)
+                result = trained
             else:
-                part = _importance(before[some, rows].to(dtype), trained, floor[some])
-            squares[some, rows] += torch.linalg.vector_norm(part, dim=2).cpu().numpy().astype(np.float64) ** 2
+                torch.sub(trained, weight, out=result)
+            if selector == "importance":  # ΔW ⊙ Ŵ ⊘ W (Eq. 20) with |W| floored; the norm does not see W's sign
+                torch.abs(weight, out=size).clamp_(min=floor[some])
+                result.mul_(trained).div_(size)
+            squares[some, rows] += torch.linalg.vector_norm(result, dim=2).cpu().numpy().astype(np.float64) ** 2
     return np.sqrt(squares)
 
 

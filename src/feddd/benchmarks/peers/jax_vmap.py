@@ -4,7 +4,6 @@ Run by an interpreter that has JAX: `python jax_vmap.py FOLDER`. The folder hold
 `labels.npy`, `weight0.npy`, `bias0.npy`, …); every line on stdin asks for one round, answered by one JSON line.
 The one compiled function is a whole round; it is compiled before "ready". Drawing the orders is part of the round.
 """
-# mypy: disable-error-code="import-not-found, import-untyped"
 
 import json
 import os
