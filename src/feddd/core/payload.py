@@ -13,7 +13,9 @@ Decoding is driven by the receiver's own layer table; nothing a sender writes de
 
 from __future__ import annotations
 
+import io
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -38,9 +40,22 @@ def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = 
     """The kept units of `params` as bytes; integer tensors are not sent."""
     table = units_for(params, units)
     table.check_mask(mask)
-    values = table.take(params, mask).numpy().astype("<f4", copy=False)
-    header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
-    return b"".join((header, pack_mask(mask, table), values.data))
+    # The values are gathered right into the bytes that are returned: a copy would cost more than the gathering.
+    buffer = io.BytesIO()
+    buffer.write(_HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest) + pack_mask(mask, table))
+    start, size = buffer.tell(), _size(table, mask)
+    if size > start:
+        buffer.seek(size - 1)
+        buffer.write(b"\0")
+        with buffer.getbuffer() as room:
+            _gather(np.frombuffer(room, np.float32, offset=start), table, params, mask)
+    return buffer.getvalue()
+
+
+def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
+    table.take(params, mask, out=torch.from_numpy(target))
+    if sys.byteorder == "big":
+        target.byteswap(inplace=True)
 
 
 def decode(

@@ -163,9 +163,15 @@ class Units:
         kept = sum(layer.unit_elements * int(mask[layer.name].sum()) for layer in self.layers)
         return kept + len(self.fixed)
 
-    def take(self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True) -> Tensor:
-        """The masked units' values as one float32 vector, contiguous per tensor, in wire order."""
-        out = torch.empty(self.kept_elements(mask) - (0 if fixed else len(self.fixed)))
+    def take(
+        self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True, out: Tensor | None = None
+    ) -> Tensor:
+        """The masked units' values as one float32 vector, contiguous per tensor, in wire order.
+
+        out: a vector to write them to, instead of a new one
+        """
+        if out is None:
+            out = torch.empty(self.kept_elements(mask) - (0 if fixed else len(self.fixed)))
         start = 0
         for layer in self.layers:
             kept = mask[layer.name]
