@@ -1,5 +1,7 @@
 import dataclasses
+import os
 import re
+import signal
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +15,7 @@ from feddd.core.payload import coverage_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
-from feddd.simulation import engine, simulator, workers
+from feddd.simulation import engine, processes, simulator
 from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
 from feddd.simulation.samples import fill
@@ -250,8 +252,8 @@ def test_a_worker_that_owns_half_of_the_blocks_sends_one_sum():
 def kill(simulation, place):
     worker = simulation._engine._workers[place]
     assert isinstance(worker, ProcessWorker)
-    worker._process.kill()
-    worker._process.wait()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
 
 
 # With broadcast_every=3 a worker lost in round 6 has to repeat rounds 4 and 5; without broadcasts, all before.
@@ -282,7 +284,7 @@ def test_a_worker_that_always_dies_is_a_clear_error(world, monkeypatch):
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(FedAvg(), 3)
         next(run)
-        monkeypatch.setattr(workers, "WORKER_ENVIRONMENT", {"PYTHONHOME": "/nowhere"})
+        monkeypatch.setattr(processes, "WORKER_ENVIRONMENT", {"PYTHONHOME": "/nowhere"})
         kill(simulation, 0)
         with pytest.raises(WorkerDied, match="exit code") as caught:
             next(run)

@@ -112,23 +112,29 @@ def run(
 
     Examples: `feddd run`   `feddd run mnist-iid --rounds 50`   `feddd run my.toml --set strategy.feddd.budget=0.4`
     """
-    from feddd.experiments.loading import load_experiment
-    from feddd.experiments.running import run as run_experiment
-    from feddd.reporting import RunProgress, print_summary
+    from feddd.simulation.processes import WorkerPool, default_workers
 
-    given = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
-    loaded = load_experiment(experiment or "quickstart", overrides or (), given)
-    with RunProgress(loaded, hidden=quiet or as_json) as progress:
-        results = run_experiment(
-            loaded,
-            out,
-            workers=workers,
-            engine=engine.value,
-            ray_address=ray_address,
-            state_dir=state_dir,
-            data_dir=data_dir,
-            watch=progress,
-        )
+    count = default_workers() if workers is None else min(workers, default_workers())
+    # Workers import torch while this process does.
+    with WorkerPool(count if engine == Engine.local and count > 1 else 0) as pool:
+        from feddd.experiments.loading import load_experiment
+        from feddd.experiments.running import run as run_experiment
+        from feddd.reporting import RunProgress, print_summary
+
+        given = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
+        loaded = load_experiment(experiment or "quickstart", overrides or (), given)
+        with RunProgress(loaded, hidden=quiet or as_json) as progress:
+            results = run_experiment(
+                loaded,
+                out,
+                workers=workers,
+                engine=engine.value,
+                ray_address=ray_address,
+                state_dir=state_dir,
+                data_dir=data_dir,
+                watch=progress,
+                pool=pool,
+            )
     if as_json:
         _print_json({"folder": str(results.path), **results.summary})
     elif not quiet:

@@ -23,7 +23,7 @@ with Simulation(world, workers=2) as simulation:
         begun = time.perf_counter()
         next(run)
         taken.append(time.perf_counter() - begun)
-    processes = [os.getpid(), *(worker._process.pid for worker in simulation._engine._workers)]
+    processes = [os.getpid(), *(worker.process.pid for worker in simulation._engine._workers)]
     peak = 0
     for process in processes:
         fields = dict(line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
@@ -35,6 +35,9 @@ print(json.dumps({"seconds": statistics.median(taken[2:]) / clients, "peak": pea
 _FIRST_ROUND = """
 import json, sys, time
 from tempfile import TemporaryDirectory
+from feddd.simulation.processes import WorkerPool, default_workers
+
+pool = WorkerPool(default_workers())  # as the command line does
 from feddd.experiments.running import run
 
 class Done(Exception):
@@ -45,7 +48,7 @@ def stop(progress):
 
 with TemporaryDirectory() as folder:
     try:
-        run("quickstart", folder, watch=stop)
+        run("quickstart", folder, pool=pool, watch=stop)
     except Done:
         print(json.dumps({"seconds": time.time() - float(sys.argv[1])}))
 """

@@ -14,7 +14,7 @@ from feddd.benchmarks import parts, rounds, scale
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.errors import InputError, nearest
 from feddd.files import write_atomically
-from feddd.simulation.simulator import default_workers
+from feddd.simulation.processes import default_workers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture

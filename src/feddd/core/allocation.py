@@ -18,8 +18,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import sparse
-from scipy.optimize import linprog
 
 Floats = NDArray[np.float64]
 
@@ -273,6 +271,10 @@ def _solve_with_highs(problem: _Problem) -> Floats:
     """The same programme in a general solver; the last variable is T."""
     count = len(problem.bits)
     seconds = problem.bits * problem.seconds_per_bit
+    # Only the reference needs SciPy, which takes a while to import.
+    from scipy import sparse
+    from scipy.optimize import linprog
+
     finish = sparse.hstack([sparse.diags(-seconds), -np.ones((count, 1))]).tocsr()
     solution = linprog(
         np.append(problem.penalty * problem.contribution, 1.0),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -215,38 +215,6 @@ class Units:
             params[slot.name].copy_(values[start])
             start += 1
 
-    def take_stack(self, stack: Params, masks: Mapping[str, Tensor]) -> list[Tensor]:
-        """`take` for every client of a stack at once, without the fixed ones."""
-        if not all(slot.plain for slot in self.slots):
-            return [
-                self.take(_one(stack, client), _one(masks, client), fixed=False) for client in range(_clients(masks))
-            ]
-        parts: list[tuple[Tensor, ...]] = []
-        for layer in self.layers:
-            counts, chosen = _chosen(masks[layer.name])
-            for slot in layer.slots:
-                rows = slot.stacked_rows(stack[slot.name].detach()).flatten(0, 1)
-                parts.append(torch.split(rows.index_select(0, chosen.to(rows.device)), counts))
-        return [torch.cat([part[client].flatten() for part in parts]).float() for client in range(_clients(masks))]
-
-    def put_stack(self, stack: Params, masks: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
-        """Write what `take_stack` returned back into its places in the stack; the rest is left as it is."""
-        if not all(slot.plain for slot in self.slots):
-            for client, own in enumerate(values):
-                self.put(_one(stack, client), _one(masks, client), own, fixed=False)
-            return
-        starts = [0] * len(values)
-        for layer in self.layers:
-            counts, chosen = _chosen(masks[layer.name])
-            for slot in layer.slots:
-                size = slot.elements // layer.units
-                ends = [start + count * size for start, count in zip(starts, counts, strict=True)]
-                parts = [own[start:end] for own, start, end in zip(values, starts, ends, strict=True)]
-                rows = slot.stacked_rows(stack[slot.name]).flatten(0, 1)
-                new = torch.cat(parts).view(-1, size).to(rows)
-                rows.index_copy_(0, chosen.to(rows.device), new)
-                starts = ends
-
     def zeros_like(self, params: Params) -> dict[str, Tensor]:
         """Dense zeros for every tensor of the table; tied names share one tensor."""
         zeros = {slot.name: torch.zeros(slot.shape, dtype=params[slot.name].dtype) for slot in self.slots}
@@ -275,20 +243,6 @@ class Units:
                 raise ValueError(f"the tensors of layer {layer.name!r} disagree on how many units there are")
             layers.append(Layer(layer.name, slots[0].units, slots))
         return dataclasses.replace(self, layers=tuple(layers), fixed=tuple(resized(slot) for slot in self.fixed))
-
-
-def _one(stack: Mapping[str, Tensor], client: int) -> dict[str, Tensor]:
-    return {name: tensors[client] for name, tensors in stack.items()}
-
-
-def _clients(masks: Mapping[str, Tensor]) -> int:
-    return len(next(iter(masks.values())))
-
-
-def _chosen(mask: Tensor) -> tuple[list[int], Tensor]:
-    """How many units of each client, and which of all clients' units in one row."""
-    flags = mask.numpy()
-    return flags.sum(1).tolist(), torch.from_numpy(flags.ravel().nonzero()[0])
 
 
 def units(model: nn.Module | Params) -> Units:

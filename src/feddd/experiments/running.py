@@ -30,6 +30,7 @@ from feddd.experiments.report import write_report
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.tables import Tables, partition_table
 from feddd.files import write_atomically
+from feddd.simulation.processes import WorkerPool
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
 from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
@@ -56,6 +57,7 @@ def run(
     data_dir: str | os.PathLike[str] | None = None,
     watch: Callable[[Progress], None] | None = None,
     wire: bool = False,
+    pool: WorkerPool | None = None,
 ) -> Results:
     """Simulate every strategy of an experiment and leave tables, models, a summary and report.html in `out`.
 
@@ -63,6 +65,7 @@ def run(
     engine: "local", or "ray" for a cluster: at ray_address, else by Ray's own setting, else on this machine
     state_dir: keep what clients hold between rounds in memory-mapped files there, for fleets larger than memory
     watch: called after every round    wire: really encode and decode every payload
+    pool: worker processes that were started before
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
@@ -72,7 +75,7 @@ def run(
     experiment = _resolved(experiment, world)
     strategies = {section.label: section.build() for section in experiment.strategy}
     options: dict[str, Any] = {"engine": engine, "ray_address": ray_address, "state_dir": _state_folder(state_dir)}
-    with Simulation(world, workers=workers, wire=wire, **options) as simulation:
+    with Simulation(world, workers=workers, wire=wire, pool=pool, **options) as simulation:
         initial = start(simulation.initial, len(simulation.fleet))
         for label, strategy in strategies.items():
             # A first plan shows whether the strategy fits this fleet and model before anything is written.

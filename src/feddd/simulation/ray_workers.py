@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from feddd.errors import InputError
+from feddd.simulation.processes import WORKER_ENVIRONMENT
 from feddd.simulation.samples import Layout, from_buffer
 from feddd.simulation.shard import Shard, ShardSpec
-from feddd.simulation.workers import WORKER_ENVIRONMENT, Fill, Worker, WorkerDied, WorkerFailed
+from feddd.simulation.workers import Fill, Worker, WorkerDied, WorkerFailed
 
 try:
     import ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from feddd.core.submodel import coverage
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
 from feddd.simulation.trainers import convolves
@@ -94,11 +94,13 @@ class Simulation:
         ray_address: str | None = None,
         state_dir: Path | None = None,
         wire: bool = False,
+        pool: WorkerPool | None = None,
     ) -> None:
         """workers: how many shards (default: one per core)    engine: "local" processes or a "ray" cluster
 
         ray_address: of the cluster; None for Ray's own setting, or a cluster on this machine
         state_dir: keep what clients hold between rounds in memory-mapped files there    wire: really encode payloads
+        pool: of worker processes that were started before
         """
         self._world = world
         data = world.dataset
@@ -127,8 +129,10 @@ class Simulation:
             self._engine = Engine(specs, cluster)
             return
         specs = self._specs(workers or default_workers(), state_dir, wire)
-        backend = InProcess if len(specs) == 1 else Processes
-        self._engine = Engine(specs, backend(self._layout(), self._fill))
+        layout = self._layout()
+        alone = len(specs) == 1
+        backend = InProcess(layout, self._fill) if alone else Processes(layout, self._fill, pool or WorkerPool())
+        self._engine = Engine(specs, backend)
 
     def __enter__(self) -> Simulation:
         return self
@@ -246,11 +250,6 @@ class _Watch:
         now = time.perf_counter()
         self.seconds[phase] = now - self._last
         self._last = now
-
-
-def default_workers() -> int:
-    """One per core that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fleet(devices: Devices, tables: Sequence[Units], global_table: Units) -> Fleet:

@@ -1,6 +1,6 @@
-"""The main loop of a worker process: ``python -m feddd.simulation.worker SOCKET SAMPLES`` serves a shard.
+"""The main loop of a worker process: ``python -m feddd.simulation.worker SOCKET`` serves a shard.
 
-Both arguments are file descriptors: the connection to the coordinator, and the memory that holds the samples.
+SOCKET is the descriptor of the connection to the coordinator, which says what to be and then what to do.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 
-def serve(connection: Connection, samples: int) -> None:
+def serve(connection: Connection) -> None:
     """Build the shard, then answer calls until the other end closes."""
-    path, spec, layout = connection.recv()
-    sys.path[:] = path
     problem = shard = None
     try:
+        # Before anything arrives: this takes seconds, and the coordinator has much to do itself.
         from feddd.simulation.shard import Shard
         from feddd.simulation.workers import mapped
     except Exception:  # whatever goes wrong here and below belongs to the coordinator, with its trace
         problem = traceback.format_exc()
+    path, spec, layout = connection.recv()
+    samples = recv_handle(connection)
+    sys.path[:] = path
     while True:
         method, arguments = connection.recv()
         result = None
@@ -39,4 +42,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     # The coordinator may leave at any moment, also while this end reads, works or writes.
     with contextlib.suppress(EOFError, ConnectionError):
-        serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+        serve(Connection(int(sys.argv[1])))

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
 
 from feddd.errors import RunError
+from feddd.simulation.processes import WorkerPool, WorkerProcess
 from feddd.simulation.samples import Layout, SampleArrays, from_buffer, memory_file
 from feddd.simulation.shard import Shard, ShardSpec
 
 Fill = Callable[[SampleArrays], None]
-
-# One thread each; and memory that is freed stays with the process: a round frees and takes the same megabytes for every
-# client, and handing them back to the system and zeroing them anew cost more than scoring the units.
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-}
 
 
 class WorkerDied(RunError):
@@ -117,14 +106,15 @@ class LocalWorker:
 class Processes:
     """Shards in processes of their own, on this machine; the samples lie in memory that all of them map."""
 
-    def __init__(self, layout: Layout, fill: Fill) -> None:
+    def __init__(self, layout: Layout, fill: Fill, pool: WorkerPool) -> None:
         self._layout = layout
         self._fill = fill
+        self._pool = pool
         self._descriptor = memory_file(layout.nbytes)
 
     def start(self, spec: ShardSpec) -> Worker:
-        """Start the process; it does not look at the samples before the first call."""
-        return ProcessWorker(spec, self._layout, self._descriptor)
+        """Tell a process what it is; it does not look at the samples before the first call."""
+        return ProcessWorker(self._pool.take(), spec, self._layout, self._descriptor)
 
     def prepare(self) -> None:
         """Write the samples, while the workers import what they need."""
@@ -140,21 +130,11 @@ class Processes:
 
 
 class ProcessWorker:
-    """A shard in a process of its own, started afresh: no forked locks, no re-import of the caller's script."""
+    """A shard in a process of its own."""
 
-    def __init__(self, spec: ShardSpec, layout: Layout, samples: int) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno()), str(samples)]
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno(), samples],
-            env=os.environ | WORKER_ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._send((sys.path, spec, layout))
+    def __init__(self, process: WorkerProcess, spec: ShardSpec, layout: Layout, samples: int) -> None:
+        self.process = process
+        self._send((sys.path, spec, layout), samples)
 
     def begin(self, method: str, *arguments: object) -> None:
         """Send the call."""
@@ -163,7 +143,7 @@ class ProcessWorker:
     def finish(self) -> Any:
         """Wait for the answer."""
         try:
-            problem, result = self._connection.recv()
+            problem, result = self.process.receive()
         except (EOFError, ConnectionError) as error:
             raise self._died() from error
         if problem:
@@ -172,21 +152,16 @@ class ProcessWorker:
 
     def close(self) -> None:
         """The worker ends when its connection does."""
-        self._connection.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.process.close()
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: object, descriptor: int | None = None) -> None:
         try:
-            self._connection.send(message)
+            self.process.send(message, descriptor=descriptor)
         except ConnectionError as error:
             raise self._died() from error
 
     def _died(self) -> WorkerDied:
-        return WorkerDied(f"a worker process ended unexpectedly (exit code {self._process.wait()})")
+        return WorkerDied(f"a worker process ended unexpectedly (exit code {self.process.wait()})")
 
 
 def mapped(descriptor: int, layout: Layout) -> SampleArrays:

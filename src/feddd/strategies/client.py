@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from feddd.core.selection import select_stack
+from feddd.core.stacks import put_stack, take_stack
 from feddd.core.units import Mask, Params, Units
 from feddd.strategies.protocol import Task
 
@@ -42,7 +43,7 @@ def merge_stack(stack: Params, kept: Sequence[Kept | None], units: Units) -> Non
     nothing, empty = complement(units.full_mask()), torch.empty(0)
     own = [complement(one.mask) if one else nothing for one in kept]
     masks = {layer.name: torch.stack([mask[layer.name] for mask in own]) for layer in units.layers}
-    units.put_stack(stack, masks, [one.values if one else empty for one in kept])
+    put_stack(units, stack, masks, [one.values if one else empty for one in kept])
 
 
 def report(
@@ -83,7 +84,7 @@ def report_stack(
     if all(task.dropout == 0.0 for task in tasks):
         values = [torch.empty(0)] * len(tasks)
     else:
-        values = units.take_stack(after, complement(masks))
+        values = take_stack(units, after, complement(masks))
     kept = [Kept({name: rows[client] for name, rows in masks.items()}, own.cpu()) for client, own in enumerate(values)]
     return masks, kept
 

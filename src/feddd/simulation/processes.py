@@ -1,0 +1,98 @@
+"""Worker processes, which can be started ahead of time: importing torch takes longer than all else before round 1.
+
+This module imports nothing heavy, so that a command line can start workers first and import torch itself meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from types import TracebackType
+from typing import Any
+
+# One thread each; and memory that is freed stays with the process: a round frees and takes the same megabytes for every
+# client, and handing them back to the system and zeroing them anew cost more than scoring the units.
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+
+
+def default_workers() -> int:
+    """One per core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class WorkerProcess:
+    """A process of its own, started afresh: no forked locks, no re-import of the caller's script."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | WORKER_ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def send(self, message: object, *, descriptor: int | None = None) -> None:
+        """A message, and after it a file descriptor if given; ConnectionError if the process is gone."""
+        self._connection.send(message)
+        if descriptor is not None:
+            send_handle(self._connection, descriptor, self._process.pid)
+
+    def receive(self) -> Any:
+        """The next message; EOFError or ConnectionError if the process is gone."""
+        return self._connection.recv()
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """The process ends when its connection does."""
+        self._connection.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class WorkerPool:
+    """Processes that wait for work; one that is taken belongs to the taker, the others end with the pool."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._waiting = [WorkerProcess() for _ in range(count)]
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def take(self) -> WorkerProcess:
+        """One that was started before, or a new one."""
+        return self._waiting.pop() if self._waiting else WorkerProcess()
+
+    def close(self) -> None:
+        """End those that nobody took."""
+        while self._waiting:
+            self._waiting.pop().close()
