@@ -112,25 +112,23 @@ def main() -> None:
     def serve(grid: Grid, context: Context) -> None:
         names = [(i, kind) for i in range(spec["layers"]) for kind in ("weight", "bias")]
         state = {f"{2 * i}.{kind}": torch.from_numpy(np.load(folder / f"{kind}{i}.npy")) for i, kind in names}
+        arrays = ArrayRecord(state)
         images, labels = (tensor[:2000] for tensor in load(str(folder)))
         while len(nodes := list(grid.get_node_ids())) < spec["clients"]:
             time.sleep(0.1)
         content = RecordDict({"config": ConfigRecord(config)})
         grid.send_and_receive([Message(content, node, MessageType.QUERY) for node in nodes], timeout=600)
         strategy = TimedFedAvg(fraction_evaluate=0.0, min_train_nodes=spec["clients"])
-        arrays = ArrayRecord(state)
         answers.write(json.dumps({"ready": True, "name": "flower", "version": flwr.__version__}) + "\n")
         for _ in sys.stdin:
             arrays = strategy.start(grid, arrays, 1, timeout=600, train_config=ConfigRecord(config)).arrays
-            with torch.no_grad():
-                network = build(arrays.to_torch_state_dict())
-                loss = nn.functional.cross_entropy(network(images), labels).item()
+            network = build(arrays.to_torch_state_dict())
+            loss = nn.functional.cross_entropy(network(images), labels).item()
             answers.write(json.dumps({"seconds": strategy.seconds, "loss": loss}) + "\n")
 
     with tempfile.TemporaryDirectory() as home:
         os.environ["FLWR_HOME"] = home
-        resources = {"client_resources": {"num_cpus": 1}}
-        run_simulation(server_app, client_app, num_supernodes=spec["clients"], backend_config=resources)
+        run_simulation(server_app, client_app, spec["clients"], backend_config={"client_resources": {"num_cpus": 1}})
 
 
 if __name__ == "__main__":
