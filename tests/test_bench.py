@@ -45,7 +45,7 @@ def test_a_loop_does_the_same_work_as_our_engine(world, work):
         with program(sys.executable, own_script("loop"), str(work)) as step:
             assert all(step() > 0 for _ in range(4))
     # The same rounds with other batches: the losses are those of models that learnt as much.
-    assert answers[-1]["loss"] == pytest.approx(ours, rel=0.05)
+    assert answers[-1]["loss"] == pytest.approx(ours, rel=0.1)
     assert answers[1]["loss"] > 1.1 * answers[-1]["loss"]
 
 

@@ -154,6 +154,10 @@ WRONG = [
     (["data", "fetch", "minst"], "did you mean 'mnist'?"),
     (["presets", "show", "quickstrt"], "did you mean 'quickstart'?"),
     (["frobnicate"], "frobnicate"),
+    (["bench", "engin"], "did you mean 'engine'?"),
+    (["bench", "--peer", "flower"], "--peer takes NAME=PYTHON, not 'flower'"),
+    (["run", "tiny.toml", "--set", "training.device=warp"], "training.device 'warp' cannot be used here"),
+    (["run", "tiny.toml", "--state-dir", "nowhere"], "the state folder 'nowhere' does not exist"),
 ]
 
 
@@ -267,7 +271,9 @@ def test_report_and_data_show_make_pictures(finished, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("verb", [[], ["run"], ["plan"], ["report"], ["presets"], ["data"], ["data", "fetch"]])
+@pytest.mark.parametrize(
+    "verb", [[], ["run"], ["plan"], ["report"], ["presets"], ["data"], ["data", "fetch"], ["bench"]]
+)
 def test_help_teaches_every_verb(verb, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["feddd", *verb, "--help"])
     main()

@@ -93,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_examples_of_the_quick_verbs_run(runs: Path) -> None:
-    _, show, plan, fetch, _, _ = (shlex.split(example)[1:] for example in verbs())
+    _, show, plan, fetch, *_ = (shlex.split(example)[1:] for example in verbs())
     assert feddd(runs, *show) == presets()["quickstart"]
     assert "sensor" in feddd(runs, *plan)
     assert "NAME" in feddd(runs, *fetch[:2], "--help")  # a download is not for a test
@@ -101,7 +101,7 @@ def test_examples_of_the_quick_verbs_run(runs: Path) -> None:
 
 @pytest.mark.slow
 def test_examples_of_the_verbs_that_draw_run(runs: Path) -> None:
-    *_, show, report = (shlex.split(example)[1:] for example in verbs())
+    *_, show, report, _ = (shlex.split(example)[1:] for example in verbs())
     feddd(runs, *show)
     assert (runs / "partition.png").stat().st_size > 0
     feddd(runs, *report)

@@ -15,12 +15,12 @@ from feddd.core.payload import coverage_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
-from feddd.simulation import engine, processes, simulator
+from feddd.simulation import engine, processes
 from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.samples import fill
+from feddd.simulation.samples import SampleArrays
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
-from feddd.simulation.training import Training
+from feddd.simulation.training import Samples, Training
 from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed
 from feddd.strategies.protocol import Task
 from feddd.world import datasets, models
@@ -171,12 +171,16 @@ def test_a_client_that_diverges_is_left_out_and_gets_the_full_model_next(world):
     victim = 3
     first = sum(len(part) for part in world.parts[:victim])
 
-    def poisoned(arrays, data, parts):
-        fill(arrays, data, parts)
-        arrays.train_images[first : first + len(parts[victim])] *= 1e30
+    tensors = SampleArrays.tensors
+
+    def poisoned(arrays, device):
+        train, test = tensors(arrays, device)
+        images = train.inputs(train.images)
+        images[first : first + len(world.parts[victim])] *= 1e30
+        return Samples(images, train.labels), test
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulator, "fill", poisoned)
+        patch.setattr(SampleArrays, "tensors", poisoned)
         run = records(world, FedDD(broadcast_every=0), rounds=4, workers=1)
     clean = records(world, FedDD(broadcast_every=0), rounds=1, workers=1)
     for record in run:

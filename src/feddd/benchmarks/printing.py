@@ -15,13 +15,12 @@ class BenchProgress:
 
     def __init__(self, *, hidden: bool) -> None:
         self._hidden = hidden
+        self._header_shown = False
         self._out = Console(soft_wrap=True, highlight=False)
         self._status = Console(stderr=True).status("starting")
 
     def __enter__(self) -> BenchProgress:
         if not self._hidden:
-            header = f"{'what':<58} {'measured':>12}  {'asked':<16} {'reached':<7}"
-            self._out.print(f"{header}\n{'─' * len(header)}")
             self._status.start()
         return self
 
@@ -37,6 +36,10 @@ class BenchProgress:
     def show(self, figure: Figure) -> None:
         """One line."""
         if not self._hidden:
+            if not self._header_shown:
+                header = f"{'what':<58} {'measured':>12}  {'asked':<16} {'reached':<7}"
+                self._out.print(f"{header}\n{'─' * len(header)}")
+                self._header_shown = True
             measured = f"{number(figure.measured)} {figure.unit}"
             line = f"{figure.what:<58} {measured:>12}  {asked(figure):<16} {verdict(figure):<7}"
             self._out.print(f"{line} {figure.detail}".rstrip())

@@ -64,14 +64,19 @@ class WorkerProcess:
         """Its exit code, when it has ended."""
         return self._process.wait()
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         """The process ends when its connection does."""
         self._connection.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
 
 class WorkerPool:
@@ -95,4 +100,4 @@ class WorkerPool:
     def close(self) -> None:
         """End those that nobody took."""
         while self._waiting:
-            self._waiting.pop().close()
+            self._waiting.pop().kill()

@@ -1,4 +1,4 @@
-"""The data of all clients as a network takes it, held once and shared by all workers."""
+"""The data of all clients, held once and shared by all workers; pixels stay bytes until a batch needs them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the four arrays lie in a file: images [samples, …] as float32, then labels as int64, for training and test.
+    """Where the four arrays lie in a file: labels as int64, then images [samples, …] as bytes, for training and test.
 
     image_shape: (channels, height, width)    channels_last: whether a pixel's channels lie together
+    scale, shift: from a pixel to what a network takes, per channel
     """
 
     train: int
     test: int
     image_shape: tuple[int, int, int]
     channels_last: bool
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:
@@ -43,8 +46,8 @@ class Layout:
         return [
             ("train_labels", np.int64, (self.train,)),
             ("test_labels", np.int64, (self.test,)),
-            ("train_images", np.float32, (self.train, *self.stored_shape)),
-            ("test_images", np.float32, (self.test, *self.stored_shape)),
+            ("train_images", np.uint8, (self.train, *self.stored_shape)),
+            ("test_images", np.uint8, (self.test, *self.stored_shape)),
         ]
 
     @property
@@ -58,9 +61,9 @@ class SampleArrays:
     """Training samples in the order of their clients, and the test samples."""
 
     layout: Layout
-    train_images: NDArray[np.float32]
+    train_images: NDArray[np.uint8]
     train_labels: NDArray[np.int64]
-    test_images: NDArray[np.float32]
+    test_images: NDArray[np.uint8]
     test_labels: NDArray[np.int64]
 
     @property
@@ -76,14 +79,17 @@ class SampleArrays:
                 warnings.simplefilter("ignore", UserWarning)
                 return torch.from_numpy(array)
 
-        def images(array: NDArray[np.float32]) -> Tensor:
-            tensor = shared(array).to(device)
-            return tensor.permute(0, 3, 1, 2) if self.layout.channels_last else tensor
+        def samples(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Samples:
+            pixels = shared(images).to(device)
+            pixels = pixels.permute(0, 3, 1, 2) if self.layout.channels_last else pixels
+            factors = (self.layout.scale, self.layout.shift)
+            # A single number goes faster over all pixels than one for each of one channel.
+            scale, shift = (torch.tensor(f if len(f) > 1 else f[0], device=device) for f in factors)
+            if len(self.layout.scale) > 1:
+                scale, shift = scale[:, None, None], shift[:, None, None]
+            return Samples(pixels, shared(labels).to(device), scale, shift)
 
-        return (
-            Samples(images(self.train_images), shared(self.train_labels).to(device)),
-            Samples(images(self.test_images), shared(self.test_labels).to(device)),
-        )
+        return samples(self.train_images, self.train_labels), samples(self.test_images, self.test_labels)
 
 
 def from_buffer(buffer: Any, layout: Layout) -> SampleArrays:
@@ -100,17 +106,10 @@ def fill(arrays: SampleArrays, data: Dataset, parts: Sequence[NDArray[np.int64]]
     order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
     arrays.train_labels[:] = data.train_labels[order]
     arrays.test_labels[:] = data.test_labels
-    _fill_images(arrays.train_images, data, data.train_images, order, arrays.layout.channels_last)
-    everything = np.arange(len(data.test_labels))
-    _fill_images(arrays.test_images, data, data.test_images, everything, arrays.layout.channels_last)
-
-
-def _fill_images(
-    target: NDArray[np.float32], data: Dataset, images: NDArray[np.uint8], order: NDArray[np.int64], channels_last: bool
-) -> None:
+    axes = (0, 2, 3, 1) if arrays.layout.channels_last else (0, 1, 2, 3)
     for start in range(0, len(order), _CHUNK):
-        inputs = data.inputs(images[order[start : start + _CHUNK]])
-        target[start : start + _CHUNK] = inputs.transpose(0, 2, 3, 1) if channels_last else inputs
+        arrays.train_images[start : start + _CHUNK] = data.train_images[order[start : start + _CHUNK]].transpose(axes)
+    arrays.test_images[:] = data.test_images.transpose(axes)
 
 
 def memory_file(size: int) -> int:

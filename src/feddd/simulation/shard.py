@@ -151,7 +151,9 @@ class Shard:
         with single_thread():
             params, network, samples = _from_arrays(model), self._widths[0].module, self._test_samples
             return {
-                chunk: evaluate(network, params, samples.images[a:b], samples.labels[a:b], self.spec.classes)
+                chunk: evaluate(
+                    network, params, samples.inputs(samples.images[a:b]), samples.labels[a:b], self.spec.classes
+                )
                 for chunk, (a, b) in self.spec.test_chunks.items()
             }
 

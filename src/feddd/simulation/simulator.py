@@ -202,6 +202,8 @@ class Simulation:
             test=len(world.dataset.test_labels),
             image_shape=world.dataset.image_shape,
             channels_last=world.training.trainer != "reference" and self._convolves,
+            scale=tuple(world.dataset.scale.tolist()),
+            shift=tuple(world.dataset.shift.tolist()),
         )
 
     def _fill(self, arrays: SampleArrays) -> None:

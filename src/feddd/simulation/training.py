@@ -29,10 +29,21 @@ class Training:
 
 @dataclass(frozen=True)
 class Samples:
-    """Everybody's data, one client after the other: images [samples, channels, height, width] and labels [samples]."""
+    """Everybody's data, one client after the other: images [samples, channels, height, width] and labels [samples].
+
+    scale, shift: a number or [channels, 1, 1], from stored pixels to what a network takes; None if they are that
+    """
 
     images: Tensor
     labels: Tensor
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    def inputs(self, pixels: Tensor) -> Tensor:
+        """What a network takes of some images."""
+        if self.scale is None or self.shift is None:
+            return pixels
+        return pixels.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
 
 
 @dataclass(frozen=True)
@@ -104,8 +115,8 @@ def train(model: nn.Module, samples: Samples, client: Local, training: Training)
 def gather_images(samples: Samples, index: Tensor) -> Tensor:
     """The images of these numbers, with their channels together if all images have that."""
     if samples.images.is_contiguous():
-        return samples.images.index_select(0, index)
-    return samples.images.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
+        return samples.inputs(samples.images.index_select(0, index))
+    return samples.inputs(samples.images.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,21 @@ class Dataset:
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
 
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """What a pixel is multiplied with, [channels]."""
+        return (1.0 / (255.0 * np.array(self.deviation))).astype(np.float32)
+
+    @property
+    def shift(self) -> NDArray[np.float32]:
+        """What is added then, [channels]."""
+        shift: NDArray[np.float32] = (-np.array(self.mean) / np.array(self.deviation)).astype(np.float32)
+        return shift
+
     def inputs(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """What a network sees of images: pixels in [0, 1], standardised per channel."""
-        mean, deviation = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.deviation))
-        standardised: NDArray[np.float32] = (images.astype(np.float32) / np.float32(255) - mean) / deviation
+        scaled = images.astype(np.float32) * self.scale[:, None, None]
+        standardised: NDArray[np.float32] = scaled + self.shift[:, None, None]
         return standardised
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def train(weights: list[Tensor], biases: list[Tensor], images: Tensor, labels: Tensor, batch: int, rate: float) -> None:
-    """One epoch in place."""
-    order = torch.from_numpy(np.random.default_rng().permutation(len(labels)))
+def train(
+    weights: list[Tensor], biases: list[Tensor], images: Tensor, labels: Tensor, order: Tensor, batch: int, rate: float
+) -> None:
+    """One epoch in place, in the given order."""
     for start in range(0, len(labels), batch):
         chosen = order[start : start + batch]
         activations = [images.index_select(0, chosen)]
@@ -47,6 +48,7 @@ def main() -> None:
     labels = torch.from_numpy(np.load(folder / "labels.npy"))
     weights = [torch.from_numpy(np.load(folder / f"weight{n}.npy")) for n in range(spec["layers"])]
     biases = [torch.from_numpy(np.load(folder / f"bias{n}.npy")) for n in range(spec["layers"])]
+    rng = np.random.default_rng(0)
     sys.stdout.write(json.dumps({"ready": True, "name": "loop", "version": torch.__version__}) + "\n")
     sys.stdout.flush()
     for _ in sys.stdin:
@@ -56,7 +58,8 @@ def main() -> None:
             own = slice(client * spec["samples"], (client + 1) * spec["samples"])
             local = [tensor.clone() for tensor in (*weights, *biases)]
             mine, its = local[: len(weights)], local[len(weights) :]
-            train(mine, its, images[own], labels[own], spec["batch_size"], spec["learning_rate"])
+            order = torch.from_numpy(rng.permutation(spec["samples"]))
+            train(mine, its, images[own], labels[own], order, spec["batch_size"], spec["learning_rate"])
             torch._foreach_add_(sums, local)
         for tensor, total in zip((*weights, *biases), sums, strict=True):
             tensor.copy_(total / spec["clients"])

@@ -25,6 +25,7 @@ def main() -> None:
     labels = torch.from_numpy(np.load(folder / "labels.npy"))
     model = build(spec["model"], spec["image_shape"], 10)
     optimiser = torch.optim.SGD(model.parameters(), lr=spec["learning_rate"])
+    rng = np.random.default_rng(0)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sys.stdout.write(json.dumps({"ready": True, "name": "torch_loop", "version": torch.__version__}) + "\n")
     sys.stdout.flush()
@@ -33,7 +34,7 @@ def main() -> None:
         sums = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         for client in range(spec["clients"]):
             model.load_state_dict(state)
-            order = torch.from_numpy(np.random.default_rng().permutation(spec["samples"])) + client * spec["samples"]
+            order = torch.from_numpy(rng.permutation(spec["samples"])) + client * spec["samples"]
             for chosen in order.split(spec["batch_size"]):
                 loss = functional.cross_entropy(model(images[chosen]), labels[chosen])
                 optimiser.zero_grad()
