@@ -21,6 +21,8 @@ from feddd.core.units import units
 def allocation(settings: Settings) -> Iterator[Figure]:
     """The exact solver over the number of clients, beside HiGHS (at 100,000 clients, minutes, only with --full)."""
     largest = 100_000 if settings.full else 10_000
+    import scipy.optimize  # noqa: F401 - HiGHS is not to pay for being imported
+
     for clients in (100, 1_000, 10_000, 100_000, 1_000_000):
         rng = np.random.default_rng(0)
         fleet = (

@@ -27,13 +27,26 @@ from feddd.benchmarks.measuring import (
     together,
     write_work,
 )
-from feddd.simulation.simulator import World
+from feddd.simulation.simulator import Simulation, World
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.feddd import FedDD
+from feddd.strategies.protocol import Strategy
 from feddd.world import models
 
 PEERS = {"flower": 10.0, "pfl": 6.0, "jax": 2.8, "fedlab": None}
 """Frameworks that can be pointed to, and how many times faster a round of ours is to be."""
+
+
+PHASES = {
+    "worker_training": "local training",
+    "worker_download": "download and merge",
+    "worker_selection": "selection, and what is kept",
+    "worker_sums": "sums",
+    "train": "all that workers do",
+    "plan": "the server's plan",
+    "absorb": "the server's average",
+}
+"""Phases of a round as a run's timings have them, in words."""
 
 
 def engine(settings: Settings) -> Iterator[Figure]:
@@ -110,6 +123,27 @@ def overhead(settings: Settings) -> Iterator[Figure]:
         detail = " / ".join(f"{statistics.median(seconds[name]):.3g}" for name in ("feddd", "fedavg")) + " s"
         times = ratio(seconds["feddd"], seconds["fedavg"])
         yield Figure("overhead", f"FedDD round over FedAvg round, {model}", times, "×", 1.10, "at most", detail)
+
+
+def profile(settings: Settings) -> Iterator[Figure]:
+    """Where the time of a round goes: milliseconds of a client, in one worker."""
+    world = make_world(settings, "mnist", "mlp", 100, 600)
+    with Simulation(world, workers=1) as simulation:
+        strategies: dict[str, Strategy] = {"FedAvg": FedAvg(), "FedDD": FedDD()}
+        for name, strategy in strategies.items():
+            rounds = settings.rounds + 2
+            records = list(simulation.run(strategy, rounds, evaluate_every=rounds))[2:-1]
+            for phase in (
+                "worker_training",
+                "worker_download",
+                "worker_selection",
+                "worker_sums",
+                "train",
+                "plan",
+                "absorb",
+            ):
+                spent = 1e3 * statistics.median(record.wall_seconds[phase] for record in records) / len(world.parts)
+                yield Figure("profile", f"{name}, {PHASES[phase]}", spent, "ms")
 
 
 def workers(settings: Settings) -> Iterator[Figure]:

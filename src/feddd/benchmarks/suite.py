@@ -25,6 +25,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": rounds.engine,
     "networks": rounds.networks,
     "overhead": rounds.overhead,
+    "profile": rounds.profile,
     "workers": rounds.workers,
     "busy": rounds.busy,
     "ray": rounds.ray,

@@ -96,7 +96,10 @@ class Engine:
         self._rounds.append(_Round(number, mine, model))
         uploads = sorted((upload for answer in answers for upload in answer.uploads), key=lambda upload: upload.client)
         partials = {node: partial for answer in answers for node, partial in answer.partials.items()}
-        return ShardResult(tuple(uploads), reduce_tree(partials, self._specs[0].block_count, merge_partials))
+        parts = {part for answer in answers for part in answer.seconds}
+        seconds = {part: sum(answer.seconds.get(part, 0.0) for answer in answers) for part in sorted(parts)}
+        total = reduce_tree(partials, self._specs[0].block_count, merge_partials)
+        return ShardResult(tuple(uploads), total, seconds)
 
     def evaluate(self, model: Arrays) -> Evaluation:
         """The global model on the whole test set, summed in chunk order."""

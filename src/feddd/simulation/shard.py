@@ -37,7 +37,8 @@ from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.reduction import Node, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.trainers import Trainer, make_trainer
-from feddd.simulation.training import Evaluation, Local, Training, evaluate
+from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate, only
+from feddd.simulation.watch import Watch
 from feddd.strategies.client import merge_stack, report_stack
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import models
@@ -83,10 +84,14 @@ class Partial:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """A shard's round: what its clients reported, and the sums of the subtrees that it owns whole."""
+    """A shard's round: what its clients reported, and the sums of the subtrees that it owns whole.
+
+    seconds: what it spent on each part of the clients' rounds
+    """
 
     uploads: tuple[Upload, ...]
     partials: Mapping[Node, Partial]
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class Shard:
             own = narrow_coverage(coverage, table) if coverage else None
             trainer = make_trainer(module, table, spec.training.trainer)
             self._widths[width] = _Width(module, table, pack_mask(table.full_mask(), table), own, trainer)
+        self._seconds: dict[str, float] = {}
         self._kept = KeptStore(spec.state_dir, self._widths[0].units.droppable_elements)
 
     def reset(self) -> None:
@@ -144,7 +150,8 @@ class Shard:
                 uploads += own
                 # Merging as soon as a subtree is whole keeps a handful of sums alive, not one per block.
                 partials = reduce_tree(partials, self.spec.block_count, merge_partials)
-            return ShardResult(tuple(uploads), partials)
+            seconds, self._seconds = self._seconds, {}
+            return ShardResult(tuple(uploads), partials, seconds)
 
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
@@ -161,7 +168,7 @@ class Shard:
         """The server's values of one sub-model, as far as they travel."""
         table = self._widths[width].units
         own = slice_model(global_model, self._widths[0].units, table) if width else global_model
-        return {slot.name: own[slot.name] for slot in table.slots}
+        return {slot.name: own[slot.name].to(self.spec.training.device) for slot in table.slots}
 
     def _train_block(
         self,
@@ -195,49 +202,60 @@ class Shard:
         full: Aggregator | None,
     ) -> list[Upload]:
         """The client half of a round for some alike clients; what they send, and all they have, goes into the sums."""
+        watch, table = Watch(self._seconds), width.units
         before, download_bytes = self._download(tasks, width, own_model)
-        seed, spans = self.spec.seed, [self.spec.samples[task.client] for task in tasks]
-        clients = [
-            Local(first, end - first, stream(seed, "batches", number, task.client))
-            for task, (first, end) in zip(tasks, spans, strict=True)
-        ]
+        watch.lap("download")
+        clients = [self._local(number, task.client) for task in tasks]
         trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
         fine = trained.finite()
+        watch.lap("training")
         uploads = [
             self._diverged(tasks[place].client, download_bytes[place]) for place in np.flatnonzero(~fine).tolist()
         ]
         if uploads:
-            before, trained, download_bytes = _only(before, fine), trained.only(fine), download_bytes[fine]
+            before, trained, download_bytes = only(before, fine), trained.only(fine), download_bytes[fine]
             tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
             if not tasks:
                 return uploads
         rngs = None
         if tasks[0].selector == "random":
-            rngs = [stream(seed, "selection", number, task.client) for task in tasks]
-        masks, kept = report_stack(before, trained.after, tasks, width.units, rngs=rngs, coverage=width.coverage)
+            rngs = [stream(self.spec.seed, "selection", number, task.client) for task in tasks]
+        masks, kept = report_stack(before, trained.after, tasks, table, rngs=rngs, coverage=width.coverage)
+        for task, own in zip(tasks, kept, strict=True):
+            self._kept.put(task.client, own)
+        watch.lap("selection")
         weights = torch.tensor([float(self._count(task.client)) for task in tasks], dtype=torch.float64)
-        sent.add_stack(self._upload(trained.after, masks, width.units), masks, weights, width.units)
+        sent.add_stack(self._upload(trained.after, masks, table), masks, weights, table)
         if full is not None:
-            full.add_stack(trained.after, None, weights, width.units)
-        packed = pack_masks(masks, width.units)
-        upload_bytes = payload_sizes(packed, width.units)
-        shares = (upload_bytes - fixed_bytes(width.units)) / droppable_bytes(width.units)
-        for place, task in enumerate(tasks):
-            self._kept.put(task.client, kept[place])
-            uploads.append(
-                Upload(
-                    client=task.client,
-                    mask=packed[place],
-                    kept_share=float(shares[place]),
-                    train_loss=float(trained.mean_loss[place]),
-                    oort_statistic=float(trained.oort_statistic[place]),
-                    samples=self._count(task.client),
-                    label_coverage=self.spec.label_coverage[task.client],
-                    upload_bytes=int(upload_bytes[place]),
-                    download_bytes=int(download_bytes[place]),
-                )
+            full.add_stack(trained.after, None, weights, table)
+        watch.lap("sums")
+        return uploads + self._uploads(tasks, trained, masks, table, download_bytes)
+
+    def _local(self, number: int, client: int) -> Local:
+        first, end = self.spec.samples[client]
+        return Local(first, end - first, stream(self.spec.seed, "batches", number, client))
+
+    def _uploads(
+        self, tasks: Sequence[Task], trained: Trained, masks: Mask, table: Units, download_bytes: NDArray[np.int64]
+    ) -> list[Upload]:
+        """What is known of clients that count."""
+        packed = pack_masks(masks, table)
+        upload_bytes = payload_sizes(packed, table)
+        shares = (upload_bytes - fixed_bytes(table)) / droppable_bytes(table)
+        return [
+            Upload(
+                client=task.client,
+                mask=packed[place],
+                kept_share=float(shares[place]),
+                train_loss=float(trained.mean_loss[place]),
+                oort_statistic=float(trained.oort_statistic[place]),
+                samples=self._count(task.client),
+                label_coverage=self.spec.label_coverage[task.client],
+                upload_bytes=int(upload_bytes[place]),
+                download_bytes=int(download_bytes[place]),
             )
-        return uploads
+            for place, task in enumerate(tasks)
+        ]
 
     def _download(
         self, tasks: Sequence[Task], width: _Width, own_model: Mapping[str, Tensor]
@@ -249,8 +267,9 @@ class Shard:
         before = {name: tensor.expand(len(tasks), *tensor.shape).clone() for name, tensor in own_model.items()}
         if self.spec.wire:
             for place, mask in enumerate(packed):
-                data = encode(own_model, unpack_mask(mask, table), units=table)
-                received, _ = decode(data, own_model, units=table, finite=True)
+                held = {name: tensor.cpu() for name, tensor in own_model.items()}
+                data = encode(held, unpack_mask(mask, table), units=table)
+                received, _ = decode(data, held, units=table, finite=True)
                 for name, stack in before.items():
                     stack[place].copy_(received[name])
         if any(task.download is not None for task in tasks):
@@ -267,7 +286,7 @@ class Shard:
             return after
         arrived = []
         for place in range(len(next(iter(masks.values())))):
-            own = {name: stack[place] for name, stack in after.items()}
+            own = {name: stack[place].cpu() for name, stack in after.items()}
             data = encode(own, {name: mask[place] for name, mask in masks.items()}, units=table)
             arrived.append(decode(data, own, units=table, finite=True)[0])
         return {name: torch.stack([values[name] for values in arrived]) for name in after}
@@ -288,11 +307,6 @@ def merge_partials(left: Partial, right: Partial) -> Partial:
         everything = left.full or replace(left.sent, numerator=left.sent.numerator.copy())
         full = add_sums(everything, right.full or right.sent)
     return Partial(add_sums(left.sent, right.sent), full)
-
-
-def _only(stack: Mapping[str, Tensor], chosen: NDArray[np.bool_]) -> dict[str, Tensor]:
-    places = torch.from_numpy(np.flatnonzero(chosen))
-    return {name: values.index_select(0, places.to(values.device)) for name, values in stack.items()}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
+from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
 from feddd.world import models
@@ -146,7 +146,7 @@ class Simulation:
         state = start(self.initial, len(self.fleet))
         clock_seconds = 0.0
         for number in range(1, rounds + 1):
-            watch = _Watch()
+            watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self._world.seed, "strategy", number))
             watch.lap("plan")
             result = self._engine.train(number, plan.tasks, to_arrays(state.model))
@@ -168,7 +168,9 @@ class Simulation:
             parts = [(row.download_seconds, row.compute_seconds, row.upload_seconds) for row in rows]
             seconds = latency.round_seconds(*np.array(parts).T)
             clock_seconds += seconds
-            yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, watch.seconds)
+            # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
+            wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
+            yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
 
     def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
         """The new global model, and how far the masks moved it from the full average."""
@@ -239,19 +241,6 @@ class Simulation:
             )
             for worker, mine in enumerate(shares)
         ]
-
-
-class _Watch:
-    """Wall seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = now - self._last
-        self._last = now
 
 
 def _fleet(devices: Devices, tables: Sequence[Units], global_table: Units) -> Fleet:

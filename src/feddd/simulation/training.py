@@ -68,9 +68,7 @@ class Trained:
 
     def only(self, chosen: NDArray[np.bool_]) -> Trained:
         """Some of the clients."""
-        places = torch.from_numpy(np.flatnonzero(chosen))
-        after = {name: values.index_select(0, places.to(values.device)) for name, values in self.after.items()}
-        return Trained(after, self.mean_loss[chosen], self.oort_statistic[chosen])
+        return Trained(only(self.after, chosen), self.mean_loss[chosen], self.oort_statistic[chosen])
 
     def finite(self) -> NDArray[np.bool_]:
         """Which clients may be counted: loss and weights are numbers."""
@@ -81,6 +79,12 @@ class Trained:
             if not np.isfinite(torch.linalg.vector_norm(rows, dim=1).cpu().numpy()).all():
                 fine &= rows.isfinite().all(1).cpu().numpy()
         return fine
+
+
+def only(stack: Params, chosen: NDArray[np.bool_]) -> dict[str, Tensor]:
+    """Some of the clients of a stack."""
+    places = torch.from_numpy(np.flatnonzero(chosen))
+    return {name: values.index_select(0, places.to(values.device)) for name, values in stack.items()}
 
 
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
