@@ -37,14 +37,14 @@ def allocation(settings: Settings) -> Iterator[Figure]:
 
         exact = _seconds(lambda: solve("exact"), 5)
         asked = 1.0 if clients == 1_000_000 else None
-        yield Figure("allocation", f"{clients:,} clients", exact, "s", asked, "at most")
+        yield Figure("allocation", f"allocation, {clients:,} clients", exact, "s", asked, "at most")
         if clients <= largest:
             begun = time.perf_counter()
             reference = solve("highs").objective
             highs = time.perf_counter() - begun
             gap = abs(solve("exact").objective - reference) / abs(reference)
             asked = 200.0 if clients == 100_000 else None
-            what = f"{clients:,} clients, faster than HiGHS"
+            what = f"allocation, {clients:,} clients, faster than HiGHS"
             yield Figure("allocation", what, highs / exact, "×", asked, detail=f"{highs:.3g} s, gap {gap:.0e}")
 
 

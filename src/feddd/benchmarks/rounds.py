@@ -30,7 +30,6 @@ from feddd.benchmarks.measuring import (
 from feddd.simulation.simulator import Simulation, World
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.feddd import FedDD
-from feddd.strategies.protocol import Strategy
 from feddd.world import models
 
 PEERS = {"flower": 10.0, "pfl": 6.0, "jax": 2.8, "fedlab": None}
@@ -38,12 +37,12 @@ PEERS = {"flower": 10.0, "pfl": 6.0, "jax": 2.8, "fedlab": None}
 
 
 PHASES = {
-    "worker_training": "local training",
     "worker_download": "download and merge",
+    "worker_training": "local training",
     "worker_selection": "selection, and what is kept",
     "worker_sums": "sums",
-    "train": "all that workers do",
     "plan": "the server's plan",
+    "train": "waiting for the workers",
     "absorb": "the server's average",
 }
 """Phases of a round as a run's timings have them, in words."""
@@ -126,24 +125,19 @@ def overhead(settings: Settings) -> Iterator[Figure]:
 
 
 def profile(settings: Settings) -> Iterator[Figure]:
-    """Where the time of a round goes: milliseconds of a client, in one worker."""
+    """Where the time of a round of the MLP goes: the workers' by client, the server's by round; medians."""
     world = make_world(settings, "mnist", "mlp", 100, 600)
-    with Simulation(world, workers=1) as simulation:
-        strategies: dict[str, Strategy] = {"FedAvg": FedAvg(), "FedDD": FedDD()}
-        for name, strategy in strategies.items():
-            rounds = settings.rounds + 2
-            records = list(simulation.run(strategy, rounds, evaluate_every=rounds))[2:-1]
-            for phase in (
-                "worker_training",
-                "worker_download",
-                "worker_selection",
-                "worker_sums",
-                "train",
-                "plan",
-                "absorb",
-            ):
-                spent = 1e3 * statistics.median(record.wall_seconds[phase] for record in records) / len(world.parts)
-                yield Figure("profile", f"{name}, {PHASES[phase]}", spent, "ms")
+    names, rounds = ("FedAvg", "FedDD"), settings.rounds + 3
+    with Simulation(world) as one, Simulation(world) as other:
+        runs = [one.run(FedAvg(), rounds, evaluate_every=rounds), other.run(FedDD(), rounds, evaluate_every=rounds)]
+        # They take turns. The first two rounds start everything and drop nothing, the last one evaluates.
+        turns = [[next(run).wall_seconds for run in runs] for _ in range(rounds)][2:-1]
+    for place, name in enumerate(names):
+        for phase, words in PHASES.items():
+            spent = 1e3 * statistics.median(turn[place][phase] for turn in turns)
+            by_client = phase.startswith("worker_")
+            what = f"{name}, {words}, {'a client' if by_client else 'a round'}"
+            yield Figure("profile", what, spent / len(world.parts) if by_client else spent, "ms")
 
 
 def workers(settings: Settings) -> Iterator[Figure]:

@@ -107,6 +107,7 @@ def picture(figures: Sequence[Figure]) -> Picture:
     axes.set_xticks([1, 2, 5, 10, 100], ["as asked", "2 ×", "5 ×", "10 ×", "100 ×"])
     axes.minorticks_off()
     axes.set_yticks(range(len(shown)), [figure.what for figure in shown], fontsize=8)
+    axes.margins(y=0.02)
     axes.invert_yaxis()
     axes.set_xlabel("better than asked by")
     axes.spines[["top", "right"]].set_visible(False)

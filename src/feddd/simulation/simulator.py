@@ -23,7 +23,7 @@ from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
-from feddd.simulation.shard import ShardResult, ShardSpec, to_arrays
+from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
@@ -157,7 +157,8 @@ class Simulation:
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
                     f"a smaller learning rate than {self._world.training.learning_rate:g} may help"
                 )
-            model, error = self._aggregate(state, result)
+            with single_thread():  # two threads that wait for each other lose to any neighbour
+                model, error = self._aggregate(state, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
