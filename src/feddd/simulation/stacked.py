@@ -47,10 +47,13 @@ class _Linear:
     bias: Tensor
     inputs: Tensor = field(init=False)
 
+    def __post_init__(self) -> None:
+        self._turned, self._row = self.weight.transpose(1, 2), self.bias.unsqueeze(1)
+
     def forward(self, inputs: Tensor) -> Tensor:
         self.inputs = inputs
         # Adding afterwards is quicker than `baddbmm`, which first writes the bias to every row.
-        return torch.bmm(inputs, self.weight.transpose(1, 2)).add_(self.bias.unsqueeze(1))
+        return torch.bmm(inputs, self._turned).add_(self._row)
 
     def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
         below = gradient if first else torch.bmm(gradient, self.weight)
@@ -222,41 +225,43 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
         order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
         numbers, sizes = _schedule([clients[place] for place in order], training)
         index = torch.from_numpy(numbers).to(device)
-        labels = samples.labels.index_select(0, index.flatten()).view(index.shape)
+        labels = samples.labels.index_select(0, index.flatten()).view(*index.shape, 1)
         counted = torch.arange(training.batch_size, device=device) < torch.from_numpy(sizes).to(device).unsqueeze(2)
         weight = counted / torch.from_numpy(np.maximum(sizes, 1).astype(np.float32)).to(device).unsqueeze(2)
+        losses = torch.zeros(labels.shape, device=device)
         stack = {name: _load(before[name], order) for name in network.names}
-        losses = torch.zeros(index.shape, device=device)
         layers: list[Layer] = []
         still = 0
-        for step, (active, longest) in enumerate(zip((sizes > 0).sum(0).tolist(), sizes.max(0).tolist(), strict=True)):
+        # Everything is cut into steps at once: views are cheap, but there would be a dozen for every step.
+        cut = (index.unbind(), labels.unbind(), weight.unsqueeze(3).unbind(), losses.unbind())
+        for step, (active, longest) in enumerate(zip((sizes > 0).sum(1).tolist(), sizes.max(1).tolist(), strict=True)):
             if active != still:
                 layers, still = network.layers(stack, active), active
-            batch = (slice(active), step, slice(longest))
-            images = gather_images(samples, index[batch].flatten())
+            chosen, target, shares, each = (whole[step] for whole in cut)
+            if (active, longest) != chosen.shape:
+                chosen, target, shares, each = (part[:active, :longest] for part in (chosen, target, shares, each))
+            images = gather_images(samples, chosen.flatten())
             by_client = images.view(active, longest, *images.shape[1:])
             inputs = by_client.flatten(2) if network.dense else _side_by_side(by_client)
-            losses[batch] = _update(layers, inputs, labels[batch], weight[batch], training.learning_rate)
+            each.copy_(_update(layers, inputs, target, shares, training.learning_rate))
         back = np.argsort(order).tolist()
         after = {name: _unload(values, back) for name, values in stack.items()}
-        each = (losses.double() * counted)[back].flatten(1)
+        seen_losses = (losses.squeeze(3).double() * counted).transpose(0, 1)[back].flatten(1)
         seen = np.array([training.epochs * client.count for client in clients])
-        mean, mean_square = each.sum(1).cpu().numpy() / seen, each.square().sum(1).cpu().numpy() / seen
+        mean, mean_square = seen_losses.sum(1).cpu().numpy() / seen, seen_losses.square().sum(1).cpu().numpy() / seen
         return Trained(after, mean, np.sqrt(mean_square))
 
     return train
 
 
-def _update(layers: Sequence[Layer], inputs: Tensor, labels: Tensor, weight: Tensor, step: float) -> Tensor:
-    """One step of SGD for every client; labels and the samples' weights are [clients, batch], as are the losses."""
+def _update(layers: Sequence[Layer], inputs: Tensor, target: Tensor, weight: Tensor, step: float) -> Tensor:
+    """One step of SGD for every client; labels, the samples' weights and the losses are [clients, batch, 1]."""
     for layer in layers:
         inputs = layer.forward(inputs)
     log_probabilities = inputs.log_softmax(2)
-    target = labels.unsqueeze(2)
-    losses = log_probabilities.gather(2, target).squeeze(2).neg_()
+    losses = log_probabilities.gather(2, target).neg_()
     # (probability − one for the right class) / batch size
-    gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(target, -1, dtype=inputs.dtype))
-    gradient *= weight.unsqueeze(2)
+    gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(losses, -1)).mul_(weight)
     lowest = next(number for number, layer in enumerate(layers) if isinstance(layer, _Linear | _Conv))
     for number in range(len(layers) - 1, lowest - 1, -1):
         gradient = layers[number].backward(gradient, step, first=number == lowest)
@@ -281,13 +286,13 @@ def _side_by_side(images: Tensor) -> Tensor:
 
 
 def _schedule(clients: Sequence[Local], training: Training) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sample numbers [clients, steps, batch], short batches padded with the first sample, and their sizes."""
+    """Sample numbers [steps, clients, batch], short batches padded with the first sample, and their sizes."""
     steps = training.epochs * -(-clients[0].count // training.batch_size)
-    numbers = np.zeros((len(clients), steps, training.batch_size), dtype=np.int64)
-    sizes = np.zeros((len(clients), steps), dtype=np.int64)
+    numbers = np.zeros((steps, len(clients), training.batch_size), dtype=np.int64)
+    sizes = np.zeros((steps, len(clients)), dtype=np.int64)
     for place, client in enumerate(clients):
         client.rng.integers(2**63)  # the reference trainer seeds stochastic layers with it; keep all in step
         for step, batch in enumerate(batches(client.count, training, client.rng)):
-            numbers[place, step, : len(batch)] = batch + client.first
-            sizes[place, step] = len(batch)
+            numbers[step, place, : len(batch)] = batch + client.first
+            sizes[step, place] = len(batch)
     return numbers, sizes
