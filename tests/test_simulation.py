@@ -18,10 +18,10 @@ from feddd.experiments.running import build_world
 from feddd.simulation import engine, processes
 from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.samples import SampleArrays
+from feddd.simulation.samples import Layout, SampleArrays, fill, memory_file
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
-from feddd.simulation.training import Samples, Training
-from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed
+from feddd.simulation.training import Samples, Training, gather_images
+from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, mapped
 from feddd.strategies.protocol import Task
 from feddd.world import datasets, models
 from feddd.world.fleets import Devices
@@ -300,6 +300,33 @@ def test_kept_values_in_files_change_nothing_and_leave_nothing_behind(world, tmp
     with Simulation(world, workers=2, state_dir=tmp_path) as simulation:
         assert [facts(record) for record in simulation.run(FedDD(), 4)] == in_memory
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_workers_share_one_copy_of_the_samples(world, channels_last):
+    data = world.dataset
+    layout = Layout(
+        train=sum(len(part) for part in world.parts),
+        test=len(data.test_labels),
+        image_shape=data.image_shape,
+        channels_last=channels_last,
+        scale=tuple(data.scale.tolist()),
+        shift=tuple(data.shift.tolist()),
+    )
+    descriptor = memory_file(layout.nbytes)
+    try:
+        writer, reader = mapped(descriptor, layout), mapped(descriptor, layout)
+        fill(writer, data, world.parts)
+        train, test = reader.tensors("cpu")
+    finally:
+        os.close(descriptor)
+    # What one mapping wrote the other sees, and a tensor is that memory: nothing was copied.
+    assert train.images.data_ptr() == reader.train_images.ctypes.data
+    order = np.concatenate(world.parts)
+    assert np.array_equal(train.labels.numpy(), data.train_labels[order])
+    some = torch.tensor([0, 7, len(order) - 1])
+    assert np.array_equal(gather_images(train, some).numpy(), data.inputs(data.train_images[order[some]]))
+    assert np.array_equal(test.images.numpy(), data.test_images)
 
 
 def test_after_a_full_broadcast_nobody_has_state_of_its_own(world):

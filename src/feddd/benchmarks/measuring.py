@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,15 +65,12 @@ class Settings:
     full: bool = False
 
 
-def make_world(
-    settings: Settings, dataset: str, model: str, clients: int, samples: int, trainer: str = "auto"
-) -> World:
+def make_world(settings: Settings, dataset: str, model: str, clients: int, samples: int) -> World:
     """Clients with equally many samples of a real data set."""
     document = {
         "data": {"dataset": dataset, "partition": "iid", "train_limit": clients * samples},
         "fleet": {"clients": clients},
         "model": {"name": model},
-        "training": {"trainer": trainer},
     }
     return build_world(parse_experiment(document), settings.data_dir)
 
@@ -146,11 +143,6 @@ def take_turns(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
     """The median of the ratios of neighbouring rounds."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-def together(stack: ExitStack, world: World, strategies: Mapping[str, Strategy], **options: Any) -> dict[str, Step]:
-    """Several strategies, each on an engine of its own."""
-    return {name: stack.enter_context(simulated(world, one, **options)) for name, one in strategies.items()}
 
 
 def own_script(name: str) -> Path:

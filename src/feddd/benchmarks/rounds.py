@@ -24,7 +24,6 @@ from feddd.benchmarks.measuring import (
     ratio,
     simulated,
     take_turns,
-    together,
     write_work,
 )
 from feddd.simulation.simulator import Simulation, World
@@ -116,9 +115,8 @@ def overhead(settings: Settings) -> Iterator[Figure]:
     ):
         world = make_world(settings, dataset, model, clients, samples)
         rounds = 3 * settings.rounds if model == "mlp" else settings.rounds
-        with ExitStack() as stack:
-            steps = together(stack, world, {"fedavg": FedAvg(), "feddd": FedDD()})
-            seconds = take_turns(steps, rounds)
+        with simulated(world, FedAvg()) as fedavg, simulated(world, FedDD()) as feddd:
+            seconds = take_turns({"fedavg": fedavg, "feddd": feddd}, rounds)
         detail = " / ".join(f"{statistics.median(seconds[name]):.3g}" for name in ("feddd", "fedavg")) + " s"
         times = ratio(seconds["feddd"], seconds["fedavg"])
         yield Figure("overhead", f"FedDD round over FedAvg round, {model}", times, "×", 1.10, "at most", detail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 
 from feddd.benchmarks.measuring import Figure, Settings, in_child
@@ -99,7 +100,5 @@ def clients(settings: Settings) -> Iterator[Figure]:
 
 def startup(_settings: Settings) -> Iterator[Figure]:
     """From starting the interpreter to the end of round 1 of the quickstart."""
-    import time
-
     taken = [in_child(_FIRST_ROUND, str(time.time()))["seconds"] for _ in range(3)]
     yield Figure("startup", "quickstart, cold start to the end of round 1", statistics.median(taken), "s", 5, "at most")

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from feddd.core.stacks import stack_of_one
 from feddd.core.units import Layer, Mask, Params, Units, units_for
 
 Floats = NDArray[np.float64]
@@ -53,8 +54,8 @@ def select(
     if table.fit(before) is not table:
         raise ValueError("the parameters before and after training must have the same shapes")
     masks = select_stack(
-        _stack_of_one(before, table),
-        _stack_of_one(after, table),
+        stack_of_one(before, table),
+        stack_of_one(after, table),
         [dropout],
         units=table,
         selector=selector,
@@ -112,17 +113,13 @@ def unit_scores(
 ) -> dict[str, Tensor]:
     """The score of every unit by importance, magnitude or delta, float64 [units] per layer."""
     table = units_for(after, units)
-    old, new = _stack_of_one(before, table), _stack_of_one(after, table)
+    old, new = stack_of_one(before, table), stack_of_one(after, table)
     scores = {}
     for layer in table.layers:
         rows = _rows(layer, old), _rows(layer, new)
         floor = _floors(selector, rows[0], torch.float64)
         scores[layer.name] = torch.from_numpy(_norms(selector, *rows, floor, torch.float64)[0])
     return scores
-
-
-def _stack_of_one(params: Params, table: Units) -> dict[str, Tensor]:
-    return {slot.name: params[slot.name].detach().unsqueeze(0) for slot in table.slots}
 
 
 def _check_coverage(table: Units, coverage: Mapping[str, Tensor] | None) -> None:

@@ -1,4 +1,4 @@
-"""Units of several clients at once: gathered from, and scattered into, a stack of their models."""
+"""Several clients at once: a stack of their models, and units gathered from it and scattered into it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 from feddd.core.units import Params, Units
+
+
+def stack_of_one(params: Params, units: Units) -> dict[str, Tensor]:
+    """One client's model as a stack; views."""
+    return {slot.name: params[slot.name].detach().unsqueeze(0) for slot in units.slots}
 
 
 def take_stack(units: Units, stack: Params, masks: Mapping[str, Tensor]) -> list[Tensor]:

@@ -33,7 +33,7 @@ class _Actor:
         """A trace and nothing, or nothing and the result."""
         try:
             return None, getattr(self._shard, method)(*arguments)
-        except Exception:
+        except Exception:  # whatever goes wrong belongs to the coordinator, with its trace; the actor lives on
             return traceback.format_exc(), None
 
 

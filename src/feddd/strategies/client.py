@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from feddd.core.selection import select_stack
-from feddd.core.stacks import put_stack, take_stack
+from feddd.core.stacks import put_stack, stack_of_one, take_stack
 from feddd.core.units import Mask, Params, Units
 from feddd.strategies.protocol import Task
 
@@ -56,7 +56,7 @@ def report(
     coverage: Mapping[str, Tensor] | None = None,
 ) -> tuple[Mask, Kept]:
     """Which units to upload, and what to keep of the rest."""
-    old, new = ({slot.name: params[slot.name].unsqueeze(0) for slot in units.slots} for params in (before, after))
+    old, new = stack_of_one(before, units), stack_of_one(after, units)
     masks, (kept,) = report_stack(old, new, [task], units, rngs=[rng], coverage=coverage)
     return {name: mask[0] for name, mask in masks.items()}, kept
 
