@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flower": {"core", "strategies", *LEAVES},
     "experiments": {*BELOW_EXPERIMENTS, *LEAVES},
     "benchmarks": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
+    "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
 MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "reporting"}
@@ -45,7 +46,7 @@ PROMISED = {
     "Allocation": ["dropout", "round_seconds", "objective"],
     "FedAvg": ["participation"],
     "FedCS": ["budget", "mode", "deadline_seconds"],
-    "FedDD": ["budget", "max_dropout", "penalty", "broadcast_every", "selector", "always_send", "rates"],
+    "FedDD": ["budget", "max_dropout", "penalty", "broadcast_every", "selector", "always_send", "rates", "broadcast_later"],
     "InputError": None,
     "Oort": ["budget", "mode", "straggler_penalty"],
     "PayloadError": None,

@@ -19,7 +19,7 @@ from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Strategy
-from feddd.world.models import MODELS, import_object
+from feddd.world.models import MODELS, import_object, known
 
 BUILT_IN: Mapping[str, type[FedDD | FedAvg | FedCS | Oort]] = {
     "feddd": FedDD,
@@ -40,13 +40,19 @@ class _Section(BaseModel):
 
 
 class DataSection(_Section):
-    """Which data, and how it is spread over the clients."""
+    """Which data, and how it is spread over the clients.
 
-    dataset: Literal["mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini"] = "mnist"
+    validation_share: hold out so much of the training samples and test on them, never on the test set: for choosing
+    """
+
+    dataset: Literal[
+        "mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini", "synthetic-grey", "synthetic-colour"
+    ] = "mnist"
     partition: Literal["iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet"] = "noniid-b"
     classes_per_client: Count | None = None
     alpha: Positive | None = None
     train_limit: Count | None = None
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
     def _keys_belong_to_the_partition(self) -> DataSection:
@@ -102,14 +108,14 @@ class FleetSection(_Section):
 
 
 class ModelSection(_Section):
-    """Which network: one of the paper's, or package.module:function."""
+    """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function."""
 
     name: str = "mlp"
 
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
-        if ":" not in value and value not in MODELS:
+        if ":" not in value and not known(value):
             raise ValueError(f"unknown model {value!r}; {nearest(value, (*MODELS, IMPORT_PATH))}")
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -35,7 +36,7 @@ from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, Worl
 from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
-from feddd.world import datasets, fleets, models, partitions
+from feddd.world import datasets, fleets, models, partitions, synthetic
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,32 @@ def run(
     return _finish(folder)
 
 
+def write_strategy(
+    simulation: Simulation, experiment: Experiment, folder: Path, watch: Callable[[RoundRecord], None]
+) -> None:
+    """Run an experiment with a single strategy on a world that is there already; leave config and tables in `folder`."""
+    (section,) = experiment.strategy
+    resolved = _resolved(experiment, simulation.world)
+    _write_text(folder / "config.toml", resolved.to_toml())
+    _write_text(folder / "environment.json", _json(environment(experiment.seed)))
+    with Tables(folder, seed=experiment.seed) as tables:
+        tables.write_partition(_label_counts(simulation.world))
+        for record in simulation.run(section.build(), experiment.rounds, evaluate_every=experiment.evaluate_every):
+            tables.add(section.label, record)
+            watch(record)
+
+
 def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     """The data split, devices and settings that all strategies of the experiment share."""
     section, seed = experiment.data, experiment.seed
-    data = datasets.load(section.dataset, data_dir)
+    made = section.dataset in synthetic.SHAPES
+    data = synthetic.make(section.dataset) if made else datasets.load(section.dataset, data_dir)
     if section.train_limit is not None:
         chosen = partitions.subsample(data.train_labels, section.train_limit, stream(seed, "train_limit"))
     else:
         chosen = np.arange(len(data.train_labels))
+    if section.validation_share is not None:
+        data, chosen = _held_out(data, chosen, section.validation_share, seed)
     file = _fleet_file(experiment.fleet)
     clients = len(file.clients) if file else experiment.fleet.clients
     parts = partitions.partition(
@@ -121,6 +140,18 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     training = _training(experiment, data)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     return World(data, parts, devices, experiment.model.name, training, seed)
+
+
+def _held_out(
+    data: datasets.Dataset, chosen: NDArray[np.int64], share: float, seed: int
+) -> tuple[datasets.Dataset, NDArray[np.int64]]:
+    """The data set with some of the chosen training samples in place of its test set, and those that are left."""
+    count = max(1, round(share * len(chosen)))
+    if count >= len(chosen):
+        raise InputError(f"data.validation_share {share:g} leaves none of {len(chosen)} samples to train on")
+    held = np.sort(stream(seed, "validation").choice(len(chosen), count, replace=False))
+    tested = {"test_images": data.train_images[chosen[held]], "test_labels": data.train_labels[chosen[held]]}
+    return dataclasses.replace(data, **tested), np.delete(chosen, held)
 
 
 def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
@@ -215,6 +246,7 @@ def environment(seed: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _commit() -> str | None:
     """The commit of the checkout that this package runs from; None for an installed package."""
     here = Path(__file__).parent

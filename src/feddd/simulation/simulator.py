@@ -102,7 +102,7 @@ class Simulation:
         state_dir: keep what clients hold between rounds in memory-mapped files there    wire: really encode payloads
         pool: of worker processes that were started before
         """
-        self._world = world
+        self.world = world
         data = world.dataset
         shape = data.image_shape
         module = models.build(world.model, shape, data.classes, seed=world.seed)
@@ -147,7 +147,7 @@ class Simulation:
         clock_seconds = 0.0
         for number in range(1, rounds + 1):
             watch = Watch()
-            plan = strategy.plan(state, self.fleet, stream(self._world.seed, "strategy", number))
+            plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
             result = self._engine.train(number, plan.tasks, to_arrays(state.model))
             uploads = result.uploads
@@ -155,7 +155,7 @@ class Simulation:
             if not any(upload.status == "ok" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
-                    f"a smaller learning rate than {self._world.training.learning_rate:g} may help"
+                    f"a smaller learning rate than {self.world.training.learning_rate:g} may help"
                 )
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, result)
@@ -199,7 +199,7 @@ class Simulation:
         )
 
     def _layout(self) -> Layout:
-        world = self._world
+        world = self.world
         return Layout(
             train=sum(len(part) for part in world.parts),
             test=len(world.dataset.test_labels),
@@ -210,10 +210,10 @@ class Simulation:
         )
 
     def _fill(self, arrays: SampleArrays) -> None:
-        fill(arrays, self._world.dataset, self._world.parts)
+        fill(arrays, self.world.dataset, self.world.parts)
 
     def _specs(self, workers: int, state_dir: Path | None, wire: bool) -> list[ShardSpec]:
-        world = self._world
+        world = self.world
         tests = len(world.dataset.test_labels)
         chunks = {start // TEST_CHUNK: (start, min(start + TEST_CHUNK, tests)) for start in range(0, tests, TEST_CHUNK)}
         blocks = block_ranges(len(world.parts))

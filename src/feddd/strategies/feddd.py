@@ -24,6 +24,7 @@ class FedDD:
     budget: A_server    max_dropout: D_max    broadcast_every: h (0: never)    always_send: layers never dropped
     penalty: δ relative to the fleet's full-model round time; 0 looks at time only
     rates: "differential" solves the linear programme, "uniform" gives everybody 1 − A
+    broadcast_later: (round, h) pairs: from that round on another h, e.g. large early and small late, as the paper says
     """
 
     budget: float = 0.6
@@ -33,6 +34,7 @@ class FedDD:
     selector: Selector = "importance"
     always_send: tuple[str, ...] = ()
     rates: Literal["differential", "uniform"] = "differential"
+    broadcast_later: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_budget(self.budget, self.max_dropout)
@@ -40,6 +42,12 @@ class FedDD:
             raise ValueError(f"penalty must be finite and at least 0, not {self.penalty}")
         if self.broadcast_every < 0:
             raise ValueError(f"broadcast_every must be at least 0 (0: never), not {self.broadcast_every}")
+        turns = [turn for turn, _ in self.broadcast_later]
+        if turns != sorted(set(turns)) or any(turn < 2 or every < 0 for turn, every in self.broadcast_later):
+            raise ValueError(
+                "broadcast_later takes (round, h) pairs with rounds that go up from 2 and h of at least 0 (0: never), "
+                f"not {[list(pair) for pair in self.broadcast_later]}"
+            )
         if self.selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {self.selector!r}")
         if self.rates not in RATES:
@@ -55,7 +63,8 @@ class FedDD:
         if set(self.always_send) == set(fleet.layer_bits):
             raise ValueError("always_send names every layer: nothing is left to drop")
         rates = self.dropout_rates(state, fleet) if state.round else np.zeros(len(fleet))
-        broadcast = bool(self.broadcast_every) and state.round % self.broadcast_every == 0
+        every = self.broadcast_period(state.round)
+        broadcast = state.round == 0 or (every > 0 and state.round % every == 0)
         tells_coverage = number == 2 and fleet.heterogeneous and self.selector == "importance"
         tasks = tuple(
             Task(
@@ -69,6 +78,11 @@ class FedDD:
             for client in range(len(fleet))
         )
         return Plan(number, tasks)
+
+    def broadcast_period(self, number: int) -> int:
+        """h in a round: the last of `broadcast_later` that has begun."""
+        later = [every for turn, every in self.broadcast_later if turn <= number]
+        return later[-1] if later else self.broadcast_every
 
     def dropout_rates(self, state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
         """D_n for the coming round, from what the last ones reported."""

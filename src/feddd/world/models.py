@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from feddd.errors import InputError, nearest
 
-MODELS = ("mlp", "cnn1", "cnn2", "heterogeneous-a", "heterogeneous-b")
-
 # Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
 HETEROGENEOUS = {
     "heterogeneous-a": (
@@ -39,10 +37,31 @@ HETEROGENEOUS = {
     ),
 }
 
+# Kernel, padding and sub-models of every network. "NAME/4" is the network with all these widths divided by four.
+NETWORKS: dict[str, tuple[int, int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]] = {
+    "mlp": (0, 0, (((), (100, 64)),)),
+    "cnn1": (5, 0, (((10, 20), (50,)),)),
+    "cnn2": (3, 1, (((16, 32, 64), (500, 100)),)),
+    **{name: (3, 1, sub_models) for name, sub_models in HETEROGENEOUS.items()},
+}
+MODELS = tuple(NETWORKS)
+
 
 def widths(name: str) -> int:
     """How many sub-models a name stands for; 0 is the global model."""
-    return len(HETEROGENEOUS.get(name, (None,)))
+    return len(NETWORKS[_split(name)[0]][2]) if known(name) else 1
+
+
+def known(name: str) -> bool:
+    """Whether this is one of the paper's networks, perhaps narrowed: "mlp", "heterogeneous-a/4"."""
+    base, divisor = _split(name)
+    return base in MODELS and divisor >= 1
+
+
+def _split(name: str) -> tuple[str, int]:
+    """A network's name and what its widths are divided by; 0 for what is no such number."""
+    base, slash, divisor = name.partition("/")
+    return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
 def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *, seed: int = 0) -> nn.Module:
@@ -67,16 +86,12 @@ def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> n
         if not isinstance(model, nn.Module):
             raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
-    if name == "mlp":
-        return _network(input_shape, (), (100, 64), classes, kernel=0, padding=0)
-    if name == "cnn1":
-        return _network(input_shape, (10, 20), (50,), classes, kernel=5, padding=0)
-    if name == "cnn2":
-        return _network(input_shape, (16, 32, 64), (500, 100), classes, kernel=3, padding=1)
-    if name in HETEROGENEOUS:
-        channels, hidden = HETEROGENEOUS[name][width]
-        return _network(input_shape, channels, hidden, classes, kernel=3, padding=1)
-    raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
+    if not known(name):
+        raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
+    base, divisor = _split(name)
+    kernel, padding, sub_models = NETWORKS[base]
+    channels, hidden = ([max(1, round(size / divisor)) for size in sizes] for sizes in sub_models[width])
+    return _network(input_shape, channels, hidden, classes, kernel=kernel, padding=padding)
 
 
 def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:

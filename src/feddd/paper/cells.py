@@ -1,0 +1,143 @@
+"""One strategy on one seed, run once and kept: what figures share is not run twice, and interrupted work goes on.
+
+A cell is a run's folder with a single strategy. Its address is a digest of everything its tables are a function of, so
+FedDD with its defaults is the same cell in the comparison of methods, of selection rules and of budgets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from feddd.experiments.config import Experiment, construct
+from feddd.experiments.results import SCHEMAS, Results, load_results
+from feddd.experiments.running import build_world, write_strategy
+from feddd.simulation.simulator import RoundRecord, Simulation
+
+VERSION = 1
+"""Raised when a change of the simulator makes kept cells wrong."""
+
+Watch = Callable[["Cell", RoundRecord], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An experiment with one strategy."""
+
+    experiment: Experiment
+
+    @property
+    def label(self) -> str:
+        """The strategy's label in the experiment that asked for it first."""
+        return self.experiment.strategy[0].label
+
+    @property
+    def world_key(self) -> str:
+        """Equal for cells that share data, fleet, model and settings."""
+        facts = _facts(self.experiment)
+        return json.dumps({key: value for key, value in facts.items() if key not in ("strategy", "rounds")})
+
+    @property
+    def folder(self) -> str:
+        """Where the cell is kept, below the store's folder."""
+        experiment = self.experiment
+        digest = hashlib.sha256(json.dumps([VERSION, _facts(experiment)], sort_keys=True).encode()).hexdigest()[:12]
+        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.name}"
+        return f"{_slug(world)}/{experiment.strategy[0].name}-seed-{experiment.seed}-{digest}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
+
+
+def _facts(experiment: Experiment) -> dict[str, Any]:
+    """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
+    facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
+    section = experiment.strategy[0]
+    plain = dataclasses.asdict(construct(section.name, {})) if ":" not in section.name else {}
+    options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}
+    return facts | {"strategy": {"name": section.name, **options}}
+
+
+def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
+    """Every strategy of an experiment on every seed."""
+    return [
+        Cell(experiment.model_copy(update={"seed": seed, "strategy": (strategy,)}))
+        for seed in seeds
+        for strategy in experiment.strategy
+    ]
+
+
+class Store:
+    """A folder of finished cells."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def has(self, cell: Cell) -> bool:
+        """Whether the cell was run to its end: its folder gets its name only then."""
+        return (self.folder / cell.folder / "config.toml").is_file()
+
+    def missing(self, wanted: Iterable[Cell]) -> list[Cell]:
+        """Those still to be run, each once, worlds together."""
+        unique = {cell.folder: cell for cell in wanted if not self.has(cell)}
+        order: dict[str, int] = {}
+        for cell in unique.values():
+            order.setdefault(cell.world_key, len(order))
+        return sorted(unique.values(), key=lambda cell: order[cell.world_key])
+
+    def run(
+        self,
+        wanted: Sequence[Cell],
+        *,
+        workers: int | None = None,
+        data_dir: Path | None = None,
+        watch: Watch | None = None,
+    ) -> Iterator[Cell]:
+        """Run what is missing, yielding each cell when it is kept."""
+        for _, group in groupby(self.missing(wanted), key=lambda cell: cell.world_key):
+            first, *rest = group
+            with Simulation(build_world(first.experiment, data_dir), workers=workers) as simulation:
+                for cell in (first, *rest):
+                    self._run(simulation, cell, watch)
+                    yield cell
+
+    def _run(self, simulation: Simulation, cell: Cell, watch: Watch | None) -> None:
+        target = self.folder / cell.folder
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_strategy(simulation, cell.experiment, partial, lambda record: watch(cell, record) if watch else None)
+        partial.replace(target)
+
+    def combine(self, experiment: Experiment, seed: int) -> Results:
+        """The kept cells of an experiment and a seed as one run with all its strategies; empty where not run yet."""
+        wanted = cells(experiment, [seed])
+        found = {cell.label: load_results(self.folder / cell.folder) for cell in wanted if self.has(cell)}
+        config = tomllib.loads(experiment.model_copy(update={"seed": seed}).to_toml())
+        environments = [run.environment for run in found.values()]
+        tables = {name: _joined(name, found) for name in SCHEMAS}
+        path = Path(f"{experiment.name}-seed-{seed}")
+        return Results(path, config, environments[0] if environments else {}, {"combined": True}, tables)
+
+
+def _joined(name: str, runs: Mapping[str, Results]) -> Any:
+    """One table of several runs, under the labels they have here."""
+    parts = [(label, run.tables[name]) for label, run in runs.items()]
+    if name == "partition":
+        return parts[0][1] if parts else SCHEMAS[name].empty_table()
+    renamed = [
+        table.set_column(0, "strategy", pa.array([label] * table.num_rows, pa.string())) for label, table in parts
+    ]
+    return pa.concat_tables([SCHEMAS[name].empty_table(), *renamed])
