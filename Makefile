@@ -1,7 +1,7 @@
 # Needs python3 (3.11 or newer) with pip, and make. Everything goes into .venv; delete it to start again.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install test check test-all clean
+.PHONY: help demo install test check test-all docs clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -34,6 +34,9 @@ check: $(VENV)/.installed-test ## Check format, lint, types and the direction of
 
 test-all: $(VENV)/.installed-test ## Run all tests, also the slow ones; a skipped test is a failure
 	$(PYTEST) --no-skips $(ARGS)
+
+docs: $(VENV)/.installed-test ## Build the documentation into build/docs; a warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

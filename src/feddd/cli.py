@@ -7,14 +7,18 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
 
 from feddd import __version__
 from feddd.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from feddd.paper.reproduce import Request
 
 INTERRUPTED = 130  # what shells call a process ended by Ctrl-C
 
@@ -45,6 +49,14 @@ class Engine(StrEnum):
 
     local = "local"
     ray = "ray"
+
+
+class ScaleChoice(StrEnum):
+    """How large the paper's experiments are run."""
+
+    smoke = "smoke"
+    small = "small"
+    full = "full"
 
 
 @app.callback()
@@ -146,15 +158,19 @@ def presets(context: typer.Context, as_json: Json = False) -> None:
     """List what can be run."""
     if context.invoked_subcommand is not None:
         return
+    from feddd.experiments.loading import GROUPS, preset_group
     from feddd.experiments.loading import presets as known
 
     about = {name: _first_comment(text) for name, text in known().items()}
     if as_json:
-        _print_json([{"name": name, "about": text} for name, text in about.items()])
+        rows = [{"name": name, "group": GROUPS[preset_group(name)], "about": text} for name, text in about.items()]
+        _print_json(rows)
         return
     width = max(map(len, about))
-    for name, text in about.items():
-        typer.echo(f"{name:<{width}}  {text}")
+    for group, names in groupby(about, preset_group):
+        typer.echo(f"\n{GROUPS[group]}")
+        for name in names:
+            typer.echo(f"  {name:<{width}}  {about[name]}")
 
 
 @presets_app.command("show")
@@ -218,6 +234,73 @@ def report(
         _print_json({"report": str(page), "figures": [str(path) for path in pictures]})
     else:
         typer.echo(f"{page}\n{target / 'figures'}: {len(pictures)} pictures")
+
+
+@app.command()
+def reproduce(
+    figures: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Which figures; default: all. See --list.")
+    ] = None,
+    scale: Annotated[
+        ScaleChoice | None,
+        typer.Option(help="smoke: seconds, means nothing; small: about an hour a figure; full: the paper's setting."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="Only experiments whose name contains this, e.g. mnist; may be repeated."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="So many seeds; default: the scale's.")] = None,
+    out: Annotated[Path, typer.Option(help="Where runs are kept and figures written; work goes on there.")] = Path(
+        "runs/reproduce"
+    ),
+    report_too: Annotated[
+        bool, typer.Option("--report", help="Also write an interactive page beside every picture.")
+    ] = False,
+    draw_only: Annotated[bool, typer.Option("--draw-only", help="Run nothing; draw what there is.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; default: one per core.")] = None,
+    list_figures: Annotated[bool, typer.Option("--list", help="List the figures and exit.")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no tables.")] = False,
+) -> None:
+    """Run the paper's figures, draw them, and print the paper's numbers beside ours.
+
+    What is finished is kept: interrupt it, and the same command goes on. Without a figure and a scale it lists them.
+
+    Examples: `feddd reproduce accuracy-noniid-b --only mnist`   `feddd reproduce --scale smoke`
+    """
+    from feddd.paper.catalogue import FIGURES, figure_named
+    from feddd.paper.reproduce import Request, draw
+    from feddd.paper.scales import SCALES
+    from feddd.reporting import ReproduceProgress, print_figures
+
+    chosen = [figure_named(name) for name in dict.fromkeys(figures)] if figures else list(FIGURES)
+    request = Request(chosen, SCALES[(scale or ScaleChoice.small).value], out, only or (), seeds, report_too, data_dir)
+    if list_figures or not (figures or scale):
+        _list_figures(request, as_json)
+        return
+    missing = [] if draw_only else request.store.missing(request.cells())
+    with ReproduceProgress(missing, hidden=as_json or quiet) as progress:
+        for _ in request.store.run(missing, workers=workers, data_dir=data_dir, watch=progress.watch):
+            progress.kept()
+    drawn = draw(request)
+    if as_json:
+        _print_json([json.loads(path.read_text()) for one in drawn for path in one.files if path.suffix == ".json"])
+    elif not quiet:
+        print_figures(drawn)
+
+
+def _list_figures(request: Request, as_json: bool) -> None:
+    rows = request.progress()
+    if as_json:
+        _print_json(rows)
+        return
+    for row in rows:
+        number = f"Fig. {row['number']}" if row["number"] else ""
+        typer.echo(f"{row['figure']:<31} {number:<8} {row['title']:<50} {row['kept']:>4} of {row['cells']} runs kept")
+    typer.echo(
+        f"At scale {request.scale.name}. `feddd reproduce FIGURE` runs one; --scale full is the paper's setting."
+    )
 
 
 @data_app.command("fetch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,9 @@ from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
 from feddd.experiments.views import human_bytes, human_seconds, percent
+from feddd.paper.cells import Cell
+from feddd.paper.tables import Drawn
+from feddd.simulation.simulator import RoundRecord
 
 
 class RunProgress:
@@ -141,3 +144,68 @@ def _time_cell(time: Mapping[str, Any]) -> str:
 
 def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
     return "–" if value is None else show(value)
+
+
+class ReproduceProgress:
+    """A bar over all cells of a reproduction, by what they cost; a line per cell where nobody watches a bar."""
+
+    def __init__(self, missing: Sequence[Cell], *, hidden: bool) -> None:
+        self._console = Console(stderr=True)
+        self._total = len(missing)
+        self._done = 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=self._console,
+            disable=hidden or not self._console.is_terminal,
+            speed_estimate_period=600,
+        )
+        self._task = self._bar.add_task("starting", total=sum(cell.cost for cell in missing))
+
+    def __enter__(self) -> ReproduceProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def watch(self, cell: Cell, record: RoundRecord) -> None:
+        """One more round of a cell is done."""
+        experiment = cell.experiment
+        what = f"{self._done + 1}/{self._total} {experiment.name} seed {experiment.seed} {cell.label}"
+        self._bar.update(self._task, advance=cell.cost / experiment.rounds, description=f"{what} round {record.round}")
+
+    def kept(self) -> None:
+        """One more cell is kept."""
+        self._done += 1
+
+
+def print_figures(drawn: Sequence[Drawn]) -> None:
+    """What the paper says, what was measured, and where the pictures are."""
+    console = Console()
+    for one in drawn:
+        number = f" (the paper's figure {one.figure.number})" if one.figure.number else ""
+        console.print(f"\n[bold]{one.figure.name}[/bold]: {one.figure.title}{number}", highlight=False)
+        console.print(" ".join(one.notes), style="dim", highlight=False)
+        if one.claims:
+            rows = [[row.claim, row.paper, row.ours, row.difference] for row in one.claims]
+            console.print(_grid(["the paper says", "paper", "ours", "ours − paper"], rows))
+        else:
+            for title, (head, *body) in one.tables:
+                console.print(_grid(head, body, title))
+        console.print(f"files: {one.files[0].with_suffix('')}.*", soft_wrap=True, highlight=False)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in head:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -25,6 +25,7 @@ from feddd.experiments.views import (
     dropout_matrix,
     human_seconds,
     lines,
+    missing_bar,
     partition_matrix,
     reach,
     targets,
@@ -46,7 +47,13 @@ def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -
     """Test accuracy over rounds, simulated time or bytes both ways; a band from lowest to highest of several runs."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = _axes(figure)
-    drawn = [(line, found) for line in lines(results) if (found := curve(line)).rounds]
+    _legend_or_note(axes, draw_accuracy(axes, lines(results), abscissa), "nothing tested yet")
+    return figure
+
+
+def draw_accuracy(axes: Axes, shown: Sequence[Line], abscissa: Abscissa) -> bool:
+    """The curves of these lines; whether there was anything to draw."""
+    drawn = [(line, found) for line in shown if (found := curve(line)).rounds]
     seconds, time_name = time_unit(max((found.seconds[-1] for _, found in drawn), default=0))
     amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in drawn), default=0))
     for line, found in drawn:
@@ -55,7 +62,7 @@ def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -
             "time": np.array(found.seconds) / seconds,
             "bytes": np.array(found.bytes) / amount,
         }[abscissa]
-        axes.plot(x, found.mean, color=line.colour, label=_plain(line.label), **_stroke(line, len(x)))
+        axes.plot(x, found.mean, label=_plain(line.label), **_stroke(line, len(x)))
         if len(line.runs) > 1:
             axes.fill_between(x, found.low, found.high, color=line.colour, alpha=0.15, linewidth=0)
     axes.set_xlabel(
@@ -68,19 +75,25 @@ def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -
     axes.set_ylabel("test accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(alpha=0.25)
-    _legend_or_note(axes, bool(drawn), "nothing tested yet")
-    return figure
+    return bool(drawn)
 
 
 def time_to_accuracy_figure(results: Sequence[Results]) -> Figure:
     """Bars: time to each target as a ratio to FedAvg's, or in hours, … where there is no FedAvg."""
     shown, goals = lines(results), targets(results)
+    figure = Figure(figsize=(max(7.2, 0.3 * len(shown) * len(goals)), 4.2), layout="constrained")
+    axes = _axes(figure)
+    draw_targets(axes, shown, goals)
+    _legend_or_note(axes, bool(shown), "nothing run yet")
+    return figure
+
+
+def draw_targets(axes: Axes, shown: Sequence[Line], goals: Sequence[float]) -> None:
+    """Bars of the time to each target."""
     reached = [[reach(line, target) for target in goals] for line in shown]
     relative = any(line.reference for line in shown)
     longest = max((max(one.seconds) for row in reached for one in row if one.seconds), default=0)
     scale, unit = time_unit(longest)
-    figure = Figure(figsize=(max(7.2, 0.3 * len(shown) * len(goals)), 4.2), layout="constrained")
-    axes = _axes(figure)
     width = 0.8 / max(1, len(shown))
     for place, (line, row) in enumerate(zip(shown, reached, strict=True)):
         x = np.arange(len(goals)) + (place - (len(shown) - 1) / 2) * width
@@ -90,23 +103,19 @@ def time_to_accuracy_figure(results: Sequence[Results]) -> Figure:
         axes.bar(x, heights, width * 0.92, color=line.colour, hatch=hatch, edgecolor="white", label=_plain(line.label))
         for at, one, value in zip(x, row, values, strict=True):
             if not value:
-                never = "never" if line.finished else "not yet"
-                text = f"{human_seconds(fmean(one.seconds))} (FedAvg: none)" if one.seconds else never
-                _upright(axes, at, text, line.colour)
+                _upright(axes, at, missing_bar(line, one), line.colour)
     if relative:
         axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_xticks(range(len(goals)), [f"{100 * target:g} %" for target in goals])
     axes.set_xlabel("target accuracy")
     axes.set_ylabel("time to target, FedAvg = 1" if relative else f"time to target ({unit})")
-    _legend_or_note(axes, bool(shown), "nothing run yet")
-    return figure
 
 
 def dropout_figure(results: Sequence[Results]) -> Figure:
     """Dropout rate per client and round: one panel per strategy that drops (its first run)."""
     found = [(line, dropout_matrix(line.runs[0], line.strategy)) for line in lines(results)]
     panels = [(line, matrix) for line, matrix in found if matrix is not None]
-    figure, grid = _panels(len(panels), 4.2 if len(panels) > 1 else 7.2, 3.6)
+    figure, grid = panel_grid(len(panels), 4.2 if len(panels) > 1 else 7.2, 3.6)
     top = max((float(np.nanmax(matrix.values)) for _, matrix in panels), default=1.0)
     for axes, (line, matrix) in zip(grid, panels, strict=False):
         image = axes.imshow(
@@ -123,7 +132,7 @@ def dropout_figure(results: Sequence[Results]) -> Figure:
         _whole_numbers(axes)
         figure.colorbar(image, ax=axes, label="dropout rate", format=PercentFormatter(1.0, decimals=0))
     if not panels:
-        _note(grid[0], "no strategy dropped parameters")
+        note(grid[0], "no strategy dropped parameters")
     return figure
 
 
@@ -137,7 +146,7 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
     longest = max((one.total for _, _, clients in panels for one in clients), default=0)
     scale, unit = time_unit(longest)
     most = max((min(len(clients), _MOST_CLIENTS) for _, _, clients in panels), default=0)
-    figure, grid = _panels(len(panels), 4.0, 1.6 + 0.13 * most)
+    figure, grid = panel_grid(len(panels), 4.0, 1.6 + 0.13 * most)
     for axes, (line, number, clients) in zip(grid, panels, strict=False):
         # The same scale everywhere, so that strategies can be compared.
         axes.set_xlim(0, 1.05 * longest / scale)
@@ -147,7 +156,7 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
     if panels:
         figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     else:
-        _note(grid[0], "no clients recorded yet")
+        note(grid[0], "no clients recorded yet")
     return figure
 
 
@@ -195,7 +204,7 @@ def partition_figure(results: Sequence[Results]) -> Figure:
     firsts = {line.runs[0].path: line.runs[0] for line in lines(results)}
     found = [(run, partition_matrix(run)) for run in firsts.values()]
     panels = [(run, matrix) for run, matrix in found if matrix is not None]
-    figure, grid = _panels(len(panels), 7.6, 3.4)
+    figure, grid = panel_grid(len(panels), 7.6, 3.4)
     for axes, (run, matrix) in zip(grid, panels, strict=False):
         empty_is_blank = np.where(matrix.values > 0, matrix.values, np.nan)
         image = axes.imshow(
@@ -207,17 +216,25 @@ def partition_figure(results: Sequence[Results]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=axes, label="samples")
     if not panels:
-        _note(grid[0], "the partition is not recorded")
+        note(grid[0], "the partition is not recorded")
     return figure
 
 
 def classes_figure(results: Sequence[Results]) -> Figure:
     """Accuracy per class after the last round known; whiskers from lowest to highest of several runs."""
-    found = [(line, class_accuracies(line)) for line in lines(results)]
+    shown = lines(results)
+    labels = {label for line in shown for label in class_accuracies(line)}
+    figure = Figure(figsize=(max(7.2, 0.2 * len(labels) * len(shown)), 4.2), layout="constrained")
+    axes = _axes(figure)
+    _legend_or_note(axes, draw_classes(axes, shown), "accuracy per class is not recorded yet")
+    return figure
+
+
+def draw_classes(axes: Axes, shown: Sequence[Line]) -> bool:
+    """Bars of the accuracy per class; whether there was anything to draw."""
+    found = [(line, class_accuracies(line)) for line in shown]
     panels = [(line, accuracies) for line, accuracies in found if accuracies]
     labels = sorted({label for _, accuracies in panels for label in accuracies})
-    figure = Figure(figsize=(max(7.2, 0.2 * len(labels) * len(panels)), 4.2), layout="constrained")
-    axes = _axes(figure)
     width = 0.84 / max(1, len(panels))
     for place, (line, accuracies) in enumerate(panels):
         x = np.array([labels.index(label) for label in accuracies]) + (place - (len(panels) - 1) / 2) * width
@@ -237,8 +254,7 @@ def classes_figure(results: Sequence[Results]) -> Figure:
     axes.set_xticks(range(len(labels)), [str(label) for label in labels])
     axes.set(xlabel="class", ylabel="accuracy, last round", ylim=(0, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _legend_or_note(axes, bool(panels), "accuracy per class is not recorded yet")
-    return figure
+    return bool(panels)
 
 
 def draw_figures(results: Sequence[Results]) -> dict[str, Figure]:
@@ -256,15 +272,20 @@ def draw_figures(results: Sequence[Results]) -> dict[str, Figure]:
 
 
 def write_figures(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Write every picture as PNG and SVG; the same tables give the same bytes."""
+    """Write every picture as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
+    drawn = draw_figures(results).items()
+    return [path for name, figure in drawn for path in save_figure(figure, folder / name)]
+
+
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Write a picture as PNG and SVG beside each other; the same picture gives the same bytes."""
     written = []
     with mpl.rc_context({"svg.hashsalt": "feddd", "hatch.linewidth": 0.6}):
-        for name, figure in draw_figures(results).items():
-            for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
-                path = folder / f"{name}.{suffix}"
-                figure.savefig(path, dpi=150, metadata=metadata)
-                written.append(path)
+        for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
+            target = path.with_name(f"{path.name}.{suffix}")
+            figure.savefig(target, dpi=150, metadata=metadata)
+            written.append(target)
     return written
 
 
@@ -274,7 +295,8 @@ def _axes(figure: Figure) -> Axes:
     return axes
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def panel_grid(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels, each of this size in inches."""
     columns = min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
     rows = -(-max(count, 1) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -287,12 +309,15 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
 def _stroke(line: Line, count: int) -> dict[str, Any]:
     # Markers start at different points, so that lines on top of each other can be told apart.
     every = max(1, count // 8)
+    return look(line.index) | {"markevery": (line.index % every, every), "markersize": 5, "linewidth": 1.7}
+
+
+def look(place: int) -> dict[str, Any]:
+    """Colour, dashes and marker of the line at this place."""
     return {
-        "linestyle": _DASHES[line.index % len(_DASHES)],
-        "marker": _MARKERS[line.index % len(_MARKERS)],
-        "markevery": (line.index % every, every),
-        "markersize": 5,
-        "linewidth": 1.7,
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": _DASHES[place % len(_DASHES)],
+        "marker": _MARKERS[place % len(_MARKERS)],
     }
 
 
@@ -300,10 +325,11 @@ def _legend_or_note(axes: Axes, drawn: bool, otherwise: str) -> None:
     if drawn:
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     else:
-        _note(axes, otherwise)
+        note(axes, otherwise)
 
 
-def _note(axes: Axes, text: str) -> None:
+def note(axes: Axes, text: str) -> None:
+    """Words in place of a picture."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="0.4")
     axes.set_axis_off()
 

@@ -13,12 +13,37 @@ from typing import Any
 from feddd.errors import InputError, nearest
 from feddd.experiments.config import BUILT_IN, Experiment, parse_experiment
 
+# What a preset's name begins with, and what it may end with, in the order of a table of contents.
+_WORLDS = ("quickstart", "mnist", "fashion-mnist", "cifar10", "heterogeneous-a", "heterogeneous-b")
+GROUPS = {
+    "quickstart": "A first run",
+    "": "FedDD, FedAvg, FedCS and Oort",
+    "selectors": "Selection rules",
+    "crosses": "Allocation and selection, each alone",
+    "budgets": "Budgets from 80 % to 20 %",
+    "penalty": "The penalty δ",
+    "broadcast": "The broadcast period h",
+    "imbalanced": "Rare classes, at a budget of 20 %",
+}
+
 
 def presets() -> dict[str, str]:
-    """Name → TOML text of the experiments that come with the package."""
+    """Name → TOML text of the experiments that come with the package, as a table of contents has them."""
     folder = resources.files("feddd.experiments") / "presets"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir() if f.name.endswith(".toml")}
+    groups = list(GROUPS)
+
+    def place(name: str) -> tuple[int, int, str]:
+        world = next((at for at, world in enumerate(_WORLDS) if name.startswith(world)), len(_WORLDS))
+        return groups.index(preset_group(name)), world, name
+
+    return {name: texts[name] for name in sorted(texts, key=place)}
+
+
+def preset_group(name: str) -> str:
+    """The key of GROUPS that a preset belongs to: what its name ends with."""
+    ending = name.rpartition("-")[2]
+    return ending if ending in GROUPS else ""
 
 
 def load_experiment(

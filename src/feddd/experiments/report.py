@@ -34,22 +34,26 @@ from feddd.files import write_atomically
 _TEMPLATE = Path(__file__).with_name("report.html")
 
 
-def write_report(results: Sequence[Results], path: Path) -> Path:
-    """Write the page about these runs; an old page stays whole until the new one is complete."""
+def write_report(results: Sequence[Results], path: Path, *, refresh_seconds: int | None = None) -> Path:
+    """Write the page about these runs; an old page stays whole until the new one is complete.
+
+    refresh_seconds: an open page loads itself again after so long, for a run that goes on
+    """
     if not results:
         raise InputError("a report needs at least one run")
-    page = render(results)
+    page = render(results, refresh_seconds)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page.encode())
     return path
 
 
-def render(results: Sequence[Results]) -> str:
+def render(results: Sequence[Results], refresh_seconds: int | None = None) -> str:
     """The page as text; the same tables give the same text."""
     from plotly.offline import get_plotlyjs
 
     shown = lines(results)
     parts = {
+        "refresh": f'<meta http-equiv="refresh" content="{refresh_seconds}">\n' if refresh_seconds else "",
         "title": escape(", ".join(name for name, _ in experiments(results))),
         "facts": "".join(f"<li>{escape(fact)}</li>" for fact in facts(results)),
         "unfinished": _unfinished(results),

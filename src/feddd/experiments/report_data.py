@@ -17,7 +17,9 @@ from feddd.experiments.views import (
     curve,
     dropout_matrix,
     lines,
+    missing_bar,
     partition_matrix,
+    reach,
     targets,
     thin,
     time_unit,
@@ -52,6 +54,7 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
             }
             for line, found in curves
         ],
+        "reached": _reached(shown, targets(results)),
         "dropout": [
             {"label": _run_label(line, run), **_heat(matrix)}
             for line in shown
@@ -70,6 +73,28 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
         ],
         "classes": [{**_style(line), **_classes(class_accuracies(line))} for line in shown],
     }
+
+
+def _reached(shown: Sequence[Line], goals: Sequence[float]) -> dict[str, Any]:
+    """Bars of the time to each target: as a ratio to FedAvg's where there is one, else in a unit of time."""
+    relative = any(line.reference for line in shown)
+    reached = {line.label: [reach(line, goal) for goal in goals] for line in shown}
+    longest = max((max(one.seconds) for row in reached.values() for one in row if one.seconds), default=0)
+    scale, unit = time_unit(longest)
+    lines = []
+    for line in shown:
+        row = reached[line.label]
+        bars = [one.time_ratios if relative else [value / scale for value in one.seconds] for one in row]
+        lines.append(
+            {
+                **_style(line),
+                "mean": _short(fmean(bar) if bar else math.nan for bar in bars),
+                "low": _short(min(bar) if bar else math.nan for bar in bars),
+                "high": _short(max(bar) if bar else math.nan for bar in bars),
+                "words": [None if bar else missing_bar(line, one) for bar, one in zip(bars, row, strict=True)],
+            }
+        )
+    return {"goals": [f"{100 * goal:g} %" for goal in goals], "relative": relative, "unit": unit, "lines": lines}
 
 
 def _style(line: Line) -> dict[str, Any]:

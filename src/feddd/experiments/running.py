@@ -38,6 +38,9 @@ from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
 from feddd.world import datasets, fleets, models, partitions, synthetic
 
+REFRESH_SECONDS = 30
+"""An open page about a run that goes on loads itself again after so long."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -87,8 +90,9 @@ def run(
         folder = new_folder(experiment, out)
         _write_text(folder / "config.toml", experiment.to_toml())
         _write_text(folder / "environment.json", _json(environment(experiment.seed)))
-        with Tables(folder, seed=experiment.seed) as tables:
+        with Tables(folder, seed=experiment.seed, then=lambda: _report_so_far(folder)) as tables:
             tables.write_partition(_label_counts(world))
+            _report_so_far(folder)
             for label, strategy in strategies.items():
                 for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
                     tables.add(label, record)
@@ -102,7 +106,7 @@ def run(
 def write_strategy(
     simulation: Simulation, experiment: Experiment, folder: Path, watch: Callable[[RoundRecord], None]
 ) -> None:
-    """Run an experiment with a single strategy on a world that is there already; leave config and tables in `folder`."""
+    """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`."""
     (section,) = experiment.strategy
     resolved = _resolved(experiment, simulation.world)
     _write_text(folder / "config.toml", resolved.to_toml())
@@ -150,8 +154,8 @@ def _held_out(
     if count >= len(chosen):
         raise InputError(f"data.validation_share {share:g} leaves none of {len(chosen)} samples to train on")
     held = np.sort(stream(seed, "validation").choice(len(chosen), count, replace=False))
-    tested = {"test_images": data.train_images[chosen[held]], "test_labels": data.train_labels[chosen[held]]}
-    return dataclasses.replace(data, **tested), np.delete(chosen, held)
+    images, labels = data.train_images[chosen[held]], data.train_labels[chosen[held]]
+    return dataclasses.replace(data, test_images=images, test_labels=labels), np.delete(chosen, held)
 
 
 def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
@@ -261,6 +265,11 @@ def _commit() -> str | None:
 
 def _label_counts(world: World) -> NDArray[np.int64]:
     return partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
+
+
+def _report_so_far(folder: Path) -> None:
+    """A page about a run that goes on, which loads itself again when it is open."""
+    write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
 
 
 def _finish(folder: Path) -> Results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +28,10 @@ FLUSH_SHARE = 0.02
 class Tables:
     """Collects records; every file is replaced as a whole, so that what was written stays readable."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, then: Callable[[], object] | None = None) -> None:
+        """then: called whenever the tables were written, in the writer's thread"""
         self._folder = folder
+        self._then = then
         self._seed = seed
         self._batches: dict[str, list[Any]] = {name: [] for name in ("rounds", "clients", "classes", "timings")}
         self._next_flush = time.monotonic() + FLUSH_SECONDS
@@ -90,6 +93,8 @@ class Tables:
         begun = time.monotonic()
         for name, batches in snapshot.items():
             self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]))
+        if self._then:
+            self._then()
         return time.monotonic() - begun
 
     def _append(self, name: str, label: str, number: int, rows: list[dict[str, Any]]) -> None:

@@ -184,6 +184,13 @@ def reach(line: Line, target: float) -> Reach:
     return Reach(len(line.runs), seconds, time_ratios, byte_ratios)
 
 
+def missing_bar(line: Line, one: Reach) -> str:
+    """Why a line has no bar at a target: it was not reached, or FedAvg never reached it."""
+    if one.seconds:
+        return f"{human_seconds(fmean(one.seconds))} (FedAvg: none)"
+    return "never" if line.finished else "not yet"
+
+
 def _first(tested: Sequence[Point], target: float) -> Point | None:
     return next((point for point in tested if point.accuracy >= target), None)
 

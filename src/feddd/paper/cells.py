@@ -7,6 +7,7 @@ FedDD with its defaults is the same cell in the comparison of methods, of select
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -28,6 +29,9 @@ from feddd.simulation.simulator import RoundRecord, Simulation
 VERSION = 1
 """Raised when a change of the simulator makes kept cells wrong."""
 
+SECONDS_A_SAMPLE = {"mlp": 1e-5, "cnn1": 1.1e-4, "cnn2": 4e-4, "heterogeneous-a": 4e-3, "heterogeneous-b": 4e-3}
+"""Of training, by network, on one core of a small machine."""
+
 Watch = Callable[["Cell", RoundRecord], None]
 
 
@@ -43,12 +47,22 @@ class Cell:
         return self.experiment.strategy[0].label
 
     @property
+    def cost(self) -> float:
+        """About what the cell takes, in seconds of one core; for the time left."""
+        experiment = self.experiment
+        samples = experiment.data.train_limit or 60_000
+        base, _, divisor = experiment.model.name.partition("/")
+        share = experiment.strategy[0].options.get("budget", 1.0) if experiment.strategy[0].name != "feddd" else 1.0
+        each = SECONDS_A_SAMPLE.get(base, SECONDS_A_SAMPLE["cnn2"]) / int(divisor or 1) ** 2
+        return 1.0 + experiment.rounds * samples * experiment.training.epochs * float(share) * each
+
+    @property
     def world_key(self) -> str:
         """Equal for cells that share data, fleet, model and settings."""
         facts = _facts(self.experiment)
         return json.dumps({key: value for key, value in facts.items() if key not in ("strategy", "rounds")})
 
-    @property
+    @functools.cached_property
     def folder(self) -> str:
         """Where the cell is kept, below the store's folder."""
         experiment = self.experiment
@@ -65,9 +79,14 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
     """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
     facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
     section = experiment.strategy[0]
-    plain = dataclasses.asdict(construct(section.name, {})) if ":" not in section.name else {}
+    plain = _defaults(section.name)
     options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}
     return facts | {"strategy": {"name": section.name, **options}}
+
+
+@functools.cache
+def _defaults(strategy: str) -> dict[str, Any]:
+    return dataclasses.asdict(construct(strategy, {})) if ":" not in strategy else {}
 
 
 def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:

@@ -6,6 +6,8 @@ to learn and say nothing about real images.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,10 +15,11 @@ from feddd.core.streams import stream
 from feddd.world.datasets import Dataset
 
 SHAPES = {"synthetic-grey": (1, 28, 28), "synthetic-colour": (3, 32, 32)}
-CLASSES, TRAIN, TEST = 10, 2000, 500
+CLASSES, TRAIN, TEST = 10, 2000, 400
 _COARSE = 4  # a pattern is so many random values a side, drawn apart
 
 
+@functools.cache
 def make(name: str) -> Dataset:
     """The data set of this name; always the same one."""
     shape = SHAPES[name]
@@ -34,7 +37,8 @@ def _patterns(shape: tuple[int, int, int]) -> NDArray[np.float64]:
     channels, height, width = shape
     coarse = stream(0, "synthetic", "patterns", *shape).random((CLASSES, channels, _COARSE, _COARSE))
     tile = np.ones((1, 1, -(-height // _COARSE), -(-width // _COARSE)))
-    return np.kron(coarse, tile)[:, :, :height, :width]
+    drawn: NDArray[np.float64] = np.kron(coarse, tile)[:, :, :height, :width].astype(np.float64)
+    return drawn
 
 
 def _samples(patterns: NDArray[np.float64], count: int, part: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -1,0 +1,201 @@
+"""How our number for a claim of the paper is measured: small functions from the panels of a figure to an answer.
+
+Every measure pairs methods on the same seed. A target accuracy that the runs at hand do not reach is replaced by the
+highest of the experiment's targets that FedDD and FedAvg reach on every seed, and the answer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from feddd.experiments.results import Results
+from feddd.paper.panels import (
+    Panel,
+    Panels,
+    accuracy,
+    accuracy_at,
+    class_accuracy,
+    reached_by_all,
+    seconds_a_round,
+    seconds_to,
+)
+from feddd.paper.statistics import Estimate, difference, estimate, saving
+
+Paper = float | tuple[float, float] | None
+"""The paper's number, its range, or nothing where it says something in words only."""
+
+_A = TypeVar("_A")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Ours beside the paper's. words: what was measured, or why not    value: a number, or the ends of a range"""
+
+    words: str
+    value: float | tuple[float, float] | None = None
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 0
+
+
+Measure = Callable[[Panels], Answer]
+NOT_RUN = Answer("not run")
+
+
+def final(preset: str, label: str) -> Measure:
+    """Final test accuracy, in percent."""
+    return _over_seeds(preset, (label,), lambda runs: estimate([accuracy(run, label) for run in runs]), "%")
+
+
+def gap(preset: str, other: str, ours: str = "feddd") -> Measure:
+    """Final accuracy of ours above the other's, in points."""
+
+    def measure(runs: Sequence[Results]) -> Estimate:
+        return difference([accuracy(run, ours) for run in runs], [accuracy(run, other) for run in runs])
+
+    return _over_seeds(preset, (ours, other), measure, "points")
+
+
+def early_gap(preset: str, other: str, ours: str, share: float) -> Measure:
+    """Accuracy of ours above the other's at this share of the rounds, in points."""
+
+    def measure(runs: Sequence[Results]) -> Estimate:
+        return difference(*([accuracy_at(run, label, share) for run in runs] for label in (ours, other)))
+
+    return _over_seeds(preset, (ours, other), measure, "points")
+
+
+def of_class(preset: str, label: str, number: int) -> Measure:
+    """Accuracy of one class after the last round, in percent."""
+    return _over_seeds(
+        preset, (label,), lambda runs: estimate([class_accuracy(run, label, number) for run in runs]), "%"
+    )
+
+
+def round_time(preset: str, other: str, ours: str) -> Measure:
+    """How much longer ours takes for a round than the other, in percent."""
+
+    def measure(runs: Sequence[Results]) -> Estimate:
+        return estimate([100.0 * (seconds_a_round(run, ours) / seconds_a_round(run, other) - 1.0) for run in runs])
+
+    return _over_seeds(preset, (ours, other), measure, "%")
+
+
+def _over_seeds(
+    preset: str, labels: Sequence[str], measure: Callable[[Sequence[Results]], Estimate], unit: str
+) -> Measure:
+    def answer(panels: Panels) -> Answer:
+        runs = _runs(panels, preset, labels)
+        return _answer(measure(runs), unit) if runs else NOT_RUN
+
+    return answer
+
+
+def _runs(panels: Panels, preset: str, labels: Sequence[str]) -> list[Results]:
+    return panels[preset].finished(*labels) if preset in panels else []
+
+
+def _answer(found: Estimate, unit: str, note: str = "") -> Answer:
+    return Answer(shown(found, unit) + note, found.mean, found.low, found.high, len(found.values))
+
+
+def shown(found: Estimate, unit: str) -> str:
+    """A mean with its interval, or the only value."""
+    signed = "+.1f" if unit == "points" else ".1f"
+    text = f"{found.mean:{signed}} {unit}"
+    if found.low is None or found.high is None:
+        return f"{text} (one seed)"
+    return f"{text} [{found.low:{signed}}, {found.high:{signed}}]"
+
+
+def time_saved(preset: str, other: str, target: float | None) -> Measure:
+    """How much less time than the other FedDD takes to the target, in percent."""
+
+    def answer(panels: Panels) -> Answer:
+        runs = _runs(panels, preset, ("feddd", "fedavg", other))
+        found = _saved(panels[preset], runs, other, target) if runs else None
+        return found or (Answer("no target is reached by FedDD and FedAvg on every seed") if runs else NOT_RUN)
+
+    return answer
+
+
+def _saved(panel: Panel, runs: Sequence[Results], other: str, target: float | None) -> Answer | None:
+    wanted = [target] if target is not None else []
+    used = reached_by_all(runs, ("feddd", "fedavg"), wanted) or reached_by_all(
+        runs, ("feddd", "fedavg"), panel.experiment.targets
+    )
+    if used is None:
+        return None
+    note = "" if used == target else f" at {100 * used:g} %"
+    pairs = [(seconds_to(run, "feddd", used), seconds_to(run, other, used)) for run in runs]
+    both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    never = len(pairs) - len(both)
+    if not both:
+        return Answer(f"{other} never reaches {100 * used:g} %", seeds=len(runs))
+    note += f"; {other} never on {never} of {len(pairs)} seeds" if never else ""
+    return _answer(saving(*zip(*both, strict=True)), "%", note)
+
+
+def never_reaches(preset: str, other: str, target: float) -> Measure:
+    """On how many seeds the other method does not reach the target that FedDD and FedAvg reach."""
+
+    def answer(panels: Panels) -> Answer:
+        runs = _runs(panels, preset, ("feddd", "fedavg", other))
+        if not runs:
+            return NOT_RUN
+        used = reached_by_all(runs, ("feddd", "fedavg"), [target]) or reached_by_all(
+            runs, ("feddd", "fedavg"), panels[preset].experiment.targets
+        )
+        if used is None:
+            return Answer("no target is reached by FedDD and FedAvg on every seed")
+        never = sum(seconds_to(run, other, used) is None for run in runs)
+        return Answer(f"never reaches {100 * used:g} % on {never} of {len(runs)} seeds", seeds=len(runs))
+
+    return answer
+
+
+def over(presets: Sequence[str], make: Callable[[str], Measure]) -> Measure:
+    """The range of a measure over several experiments, of those that were run."""
+
+    def answer(panels: Panels) -> Answer:
+        found = {preset: make(preset)(panels) for preset in presets}
+        numbers = {preset: one.value for preset, one in found.items() if isinstance(one.value, float)}
+        if not numbers:
+            return next((one for one in found.values() if one is not NOT_RUN), NOT_RUN)
+        low, high = min(numbers.values()), max(numbers.values())
+        where = "" if len(numbers) == len(presets) else f" ({len(numbers)} of {len(presets)} settings run)"
+        words = ", ".join(f"{preset.removesuffix('-budgets')} {value:.1f}" for preset, value in numbers.items())
+        seeds = min(found[preset].seeds for preset in numbers)
+        return Answer(f"{low:.1f} to {high:.1f}{where}: {words}", (low, high), seeds=seeds)
+
+    return answer
+
+
+def best_rule(preset: str, ours: str, others: Sequence[str]) -> Measure:
+    """Final accuracy of our rule above the best of the others, in points, and the order of all."""
+
+    def answer(panels: Panels) -> Answer:
+        runs = _runs(panels, preset, (ours, *others))
+        if not runs:
+            return NOT_RUN
+        means = {label: estimate([accuracy(run, label) for run in runs]).mean for label in (ours, *others)}
+        best = max(others, key=lambda label: means[label])
+        order = ", ".join(f"{label} {means[label]:.1f}" for label in sorted(means, key=lambda label: -means[label]))
+        return _answer(
+            difference(*([accuracy(run, name) for run in runs] for name in (ours, best))), "points", f": {order}"
+        )
+
+    return answer
+
+
+def off_by(paper: Paper, ours: float | tuple[float, float] | None) -> str:
+    """Ours minus the paper's; for ranges end by end."""
+    if paper is None or ours is None:
+        return ""
+    if isinstance(paper, tuple) and isinstance(ours, tuple):
+        return " / ".join(f"{mine - theirs:+.1f}" for mine, theirs in zip(ours, paper, strict=True))
+    if isinstance(paper, tuple) or isinstance(ours, tuple):
+        return ""
+    return f"{ours - paper:+.1f}"
