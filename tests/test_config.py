@@ -26,7 +26,7 @@ def test_the_defaults_are_those_of_the_design():
     built = [strategy.build() for strategy in experiment.strategy]
     assert built == [FedDD(), FedAvg(), FedCS(), Oort()]
     assert [strategy.label for strategy in experiment.strategy] == ["feddd", "fedavg", "fedcs", "oort"]
-    assert built[0] == FedDD(0.6, 0.8, 0.1, 5, "importance", (), "differential")
+    assert built[0] == FedDD(0.6, 0.8, 0.1, 5, "importance", (), "differential", ())
     assert (built[2].budget, built[3].budget) == (0.6, 0.6)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import feddd
-from feddd.core.convergence import gradient_bound, largest_learning_rate, mask_error
+from feddd.core.convergence import descent, gradient_bound, largest_learning_rate, mask_error
 from feddd.core.units import units
 
 FACTS: dict[str, Any] = {
@@ -130,3 +130,18 @@ def test_a_mean_of_zero_has_no_relative_error() -> None:
     zero = {"l.weight": torch.zeros(2, 1)}
     with pytest.raises(ValueError, match="zero"):
         mask_error(zero, zero, units(zero))
+
+
+def test_the_corrected_bound_puts_the_lost_factor_back() -> None:
+    # B = (L/2)(1 + η²L²) · 2(ε + 1)εη²; the noise terms stay as they are.
+    factor = 1.5 / 2 * (1 + 0.1**2 * 1.5**2)
+    below = 2 * 0.1 - 1.5 * 0.01 - 1.5 * 0.3 * 0.01 - 4 * 1.3 * 0.3 * 0.01 * factor
+    printed = 2 * 0.1 - 1.5 * 0.01 - 1.5 * 0.3 * 0.01 - 4 * 1.3 * 0.3 * 0.01
+    assert descent(0.1, 1.5, 0.3, "corrected") == pytest.approx(below)
+    assert gradient_bound(**FACTS, form="corrected") == pytest.approx(gradient_bound(**FACTS) * printed / below)
+
+
+def test_the_corrected_bound_refuses_rates_that_it_does_not_cover() -> None:
+    assert descent(0.55, 4.0, 1.0, "corrected") < 0
+    with pytest.raises(ValueError, match=r"smaller positive learning rate, not 0\.55"):
+        gradient_bound(**FACTS | {"learning_rate": 0.55, "smoothness": 4.0, "epsilon": 1.0}, form="corrected")

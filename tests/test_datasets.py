@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from feddd.errors import InputError
-from feddd.world import datasets
+from feddd.world import datasets, synthetic
 from feddd.world.datasets import Dataset, Spec, load
 
 REAL_DATA = os.environ.get("FEDDD_DATA")  # read before the fixture below takes it away
@@ -293,3 +293,23 @@ def test_the_stated_mean_and_deviation_are_those_of_the_bundled_images_source():
     # The constants are of the full data set; a sixth of it comes close.
     assert abs(float(inputs.mean())) < 0.02
     assert abs(float(inputs.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("name", sorted(synthetic.SHAPES))
+def test_synthetic_images_are_standardised_balanced_and_always_the_same(name: str) -> None:
+    data = synthetic.make(name)
+    assert data.image_shape == synthetic.SHAPES[name]
+    assert set(np.bincount(data.train_labels)) == {synthetic.TRAIN // 10}
+    inputs = data.inputs(data.train_images)
+    assert inputs.mean() == pytest.approx(0.0, abs=1e-3)
+    assert inputs.std() == pytest.approx(1.0, abs=1e-2)
+    synthetic.make.cache_clear()
+    again = synthetic.make(name)
+    assert np.array_equal(again.train_images, data.train_images)
+    assert np.array_equal(again.test_labels, data.test_labels)
+
+
+def test_synthetic_test_images_are_no_training_images() -> None:
+    data = synthetic.make("synthetic-grey")
+    seen = {image.tobytes() for image in data.train_images}
+    assert not any(image.tobytes() in seen for image in data.test_images)

@@ -293,3 +293,16 @@ def test_a_budget_that_only_rounding_makes_infeasible_is_accepted() -> None:
     assert 1 - 0.7 > 0.3
     fleet, state = varied()
     assert rates(FedDD(budget=0.3, max_dropout=0.7), state, fleet).tolist() == pytest.approx([0.7] * 6)
+
+
+def test_the_broadcast_period_changes_where_the_schedule_says() -> None:
+    strategy = FedDD(broadcast_every=4, broadcast_later=((6, 2), (9, 1)))
+    full = [number for number, masks in enumerate(downloads(strategy, 12), 1) if masks == (None,) * 3]
+    # Broadcast after rounds 4 (h = 4), 6 and 8 (h = 2), 9, 10 and 11 (h = 1); the next round starts from it.
+    assert full == [1, 5, 7, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("later", [((1, 2),), ((5, 2), (5, 1)), ((6, 2), (5, 1)), ((5, -1),)])
+def test_schedules_that_make_no_sense_are_refused(later: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="broadcast_later"):
+        FedDD(broadcast_later=later)

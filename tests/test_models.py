@@ -184,3 +184,18 @@ def test_pooling_and_relu_may_change_places() -> None:
     images = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
     pool = torch.nn.functional.max_pool2d
     assert torch.equal(pool(images.relu(), 2), pool(images, 2).relu())
+
+
+def test_a_narrowed_network_has_every_hidden_width_divided() -> None:
+    full, narrow = shapes("cnn2", COLOUR), shapes("cnn2/4", COLOUR)
+    assert [narrow[f"conv{n}.weight"][0] for n in (1, 2, 3)] == [4, 8, 16]
+    assert [narrow[f"fc{n}.weight"][0] for n in (1, 2, 3)] == [125, 25, 10]
+    assert full["fc3.weight"][0] == 10
+    assert widths("heterogeneous-a/4") == 5
+    assert shapes("mlp/1000", GREY)["fc1.weight"][0] == 1
+
+
+@pytest.mark.parametrize("name", ["mlp/0", "mlp/x", "mlp/", "mlp/-2", "mlp/2/2", "resnet/2"])
+def test_names_that_are_no_narrowed_network_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="unknown model"):
+        build(name, GREY, 10)

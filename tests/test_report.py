@@ -421,10 +421,11 @@ def test_page_draws_its_pictures_in_a_browser_without_a_complaint(tmp_path: Path
     ]
     dom, complaints = browse(write_report(runs, tmp_path / "report.html"))
     assert complaints == []
-    curves = dom[dom.index('id="curves"') : dom.index('id="dropout"')]
+    curves = dom[dom.index('id="curves"') : dom.index('id="reached"')]
     assert len(re.findall(r'class="trace scatter', curves)) == 4  # a line and a band each
     assert {evil, "fedavg", "round", "test accuracy"} <= set(drawn_text(dom, "curves"))
     assert evil not in dom
+    assert {"50 %", "99 %", "never", "time to target, FedAvg = 1"} <= set(drawn_text(dom, "reached"))
     assert "client" in drawn_text(dom, "dropout")
     assert {"▶ 5", "0 (lost)", "simulated time (min)"} <= set(drawn_text(dom, "straggler"))
     assert "label" in drawn_text(dom, "partition")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
-from datetime import datetime
-from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import click
 import typer
 
 from feddd import __version__
+from feddd.cli_measure import bench, reproduce
+from feddd.cli_options import DataDir, Engine, Json, Overrides, print_json
 from feddd.errors import InputError, RunError
-
-if TYPE_CHECKING:
-    from feddd.paper.reproduce import Request
 
 INTERRUPTED = 130  # what shells call a process ended by Ctrl-C
 
@@ -33,30 +28,6 @@ presets_app = typer.Typer(help="What can be run, and its TOML.", invoke_without_
 data_app = typer.Typer(help="Bring a data set, or look at how an experiment spreads it.", no_args_is_help=True)
 app.add_typer(presets_app, name="presets")
 app.add_typer(data_app, name="data")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Where the data sets lie (else $FEDDD_DATA, else the user's cache).")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. training.epochs=3, strategy.feddd.budget=0.4."),
-]
-
-
-class Engine(StrEnum):
-    """Where the workers of a simulation run."""
-
-    local = "local"
-    ray = "ray"
-
-
-class ScaleChoice(StrEnum):
-    """How large the paper's experiments are run."""
-
-    smoke = "smoke"
-    small = "small"
-    full = "full"
 
 
 @app.callback()
@@ -148,7 +119,7 @@ def run(
                 pool=pool,
             )
     if as_json:
-        _print_json({"folder": str(results.path), **results.summary})
+        print_json({"folder": str(results.path), **results.summary})
     elif not quiet:
         print_summary(results)
 
@@ -164,7 +135,7 @@ def presets(context: typer.Context, as_json: Json = False) -> None:
     about = {name: _first_comment(text) for name, text in known().items()}
     if as_json:
         rows = [{"name": name, "group": GROUPS[preset_group(name)], "about": text} for name, text in about.items()]
-        _print_json(rows)
+        print_json(rows)
         return
     width = max(map(len, about))
     for group, names in groupby(about, preset_group):
@@ -181,7 +152,7 @@ def presets_show(name: str, as_json: Json = False) -> None:
 
     experiment = load_experiment(name)
     if as_json:
-        _print_json(experiment.model_dump(mode="json", exclude_none=True))
+        print_json(experiment.model_dump(mode="json", exclude_none=True))
     else:
         typer.echo(known().get(name) or experiment.to_toml(), nl=False)
 
@@ -205,7 +176,7 @@ def plan(
 
     planned = plan_fleet(fleet, budget=budget, max_dropout=max_dropout, penalty=penalty, model_bits=model_bits)
     if as_json:
-        _print_json(planned)
+        print_json(planned)
     else:
         print_plan(planned)
 
@@ -231,76 +202,13 @@ def report(
     page = write_report(results, target / "report.html")
     pictures = write_figures(results, target / "figures")
     if as_json:
-        _print_json({"report": str(page), "figures": [str(path) for path in pictures]})
+        print_json({"report": str(page), "figures": [str(path) for path in pictures]})
     else:
         typer.echo(f"{page}\n{target / 'figures'}: {len(pictures)} pictures")
 
 
-@app.command()
-def reproduce(
-    figures: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Which figures; default: all. See --list.")
-    ] = None,
-    scale: Annotated[
-        ScaleChoice | None,
-        typer.Option(help="smoke: seconds, means nothing; small: about an hour a figure; full: the paper's setting."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="WORD", help="Only experiments whose name contains this, e.g. mnist; may be repeated."),
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="So many seeds; default: the scale's.")] = None,
-    out: Annotated[Path, typer.Option(help="Where runs are kept and figures written; work goes on there.")] = Path(
-        "runs/reproduce"
-    ),
-    report_too: Annotated[
-        bool, typer.Option("--report", help="Also write an interactive page beside every picture.")
-    ] = False,
-    draw_only: Annotated[bool, typer.Option("--draw-only", help="Run nothing; draw what there is.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; default: one per core.")] = None,
-    list_figures: Annotated[bool, typer.Option("--list", help="List the figures and exit.")] = False,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no tables.")] = False,
-) -> None:
-    """Run the paper's figures, draw them, and print the paper's numbers beside ours.
-
-    What is finished is kept: interrupt it, and the same command goes on. Without a figure and a scale it lists them.
-
-    Examples: `feddd reproduce accuracy-noniid-b --only mnist`   `feddd reproduce --scale smoke`
-    """
-    from feddd.paper.catalogue import FIGURES, figure_named
-    from feddd.paper.reproduce import Request, draw
-    from feddd.paper.scales import SCALES
-    from feddd.reporting import ReproduceProgress, print_figures
-
-    chosen = [figure_named(name) for name in dict.fromkeys(figures)] if figures else list(FIGURES)
-    request = Request(chosen, SCALES[(scale or ScaleChoice.small).value], out, only or (), seeds, report_too, data_dir)
-    if list_figures or not (figures or scale):
-        _list_figures(request, as_json)
-        return
-    missing = [] if draw_only else request.store.missing(request.cells())
-    with ReproduceProgress(missing, hidden=as_json or quiet) as progress:
-        for _ in request.store.run(missing, workers=workers, data_dir=data_dir, watch=progress.watch):
-            progress.kept()
-    drawn = draw(request)
-    if as_json:
-        _print_json([json.loads(path.read_text()) for one in drawn for path in one.files if path.suffix == ".json"])
-    elif not quiet:
-        print_figures(drawn)
-
-
-def _list_figures(request: Request, as_json: bool) -> None:
-    rows = request.progress()
-    if as_json:
-        _print_json(rows)
-        return
-    for row in rows:
-        number = f"Fig. {row['number']}" if row["number"] else ""
-        typer.echo(f"{row['figure']:<31} {number:<8} {row['title']:<50} {row['kept']:>4} of {row['cells']} runs kept")
-    typer.echo(
-        f"At scale {request.scale.name}. `feddd reproduce FIGURE` runs one; --scale full is the paper's setting."
-    )
+app.command()(reproduce)
+app.command()(bench)
 
 
 @data_app.command("fetch")
@@ -314,7 +222,7 @@ def data_fetch(
 
     folder = fetch(name, data_dir)
     if as_json:
-        _print_json({"dataset": name, "folder": str(folder)})
+        print_json({"dataset": name, "folder": str(folder)})
     else:
         typer.echo(f"{name} is in {folder}")
 
@@ -338,7 +246,7 @@ def data_show(
     partition_figure([results]).savefig(out, dpi=150)
     table = results.tables["partition"]
     if as_json:
-        _print_json({"picture": str(out), "partition": table.to_pylist()})
+        print_json({"picture": str(out), "partition": table.to_pylist()})
         return
     samples = [row["samples_sum"] for row in table.group_by("client").aggregate([("samples", "sum")]).to_pylist()]
     typer.echo(
@@ -347,68 +255,6 @@ def data_show(
     )
 
 
-@app.command()
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Which benchmarks; default: all. See --list."),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PYTHON", help="A Python that has flower, pfl, fedlab or jax; may be repeated."),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every contestant; figures are medians.")] = 9,
-    full: Annotated[bool, typer.Option("--full", help="Also HiGHS with 100,000 clients, which takes minutes.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for bench.json, .md and .png; default: runs/bench-TIMESTAMP.")
-    ] = None,
-    list_names: Annotated[bool, typer.Option("--list", help="List the benchmarks and exit.")] = False,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
-    """Measure: rounds beside plain loops and other frameworks, and what rounds are made of; ratios within one run.
-
-    Examples: `feddd bench throughput`   `feddd bench engine --peer flower=peers/flower/bin/python`
-    """
-    from feddd.benchmarks.measuring import Settings
-    from feddd.benchmarks.printing import BenchProgress
-    from feddd.benchmarks.suite import BENCHMARKS, run_suite, write_results
-
-    if list_names:
-        about = {name: (benchmark.__doc__ or "").strip() for name, benchmark in BENCHMARKS.items()}
-        if as_json:
-            _print_json([{"name": name, "about": text} for name, text in about.items()])
-        else:
-            typer.echo("\n".join(f"{name:<11} {text}" for name, text in about.items()))
-        return
-    settings = Settings(rounds, _peers(peer or ()), data_dir, full)
-    with BenchProgress(hidden=as_json) as progress:
-        figures = []
-        for figure in run_suite(names or (), settings, progress.begin):
-            figures.append(figure)
-            progress.show(figure)
-    folder = out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
-    paths = write_results(figures, folder)
-    if as_json:
-        _print_json({"folder": str(folder), "figures": [figure.to_dict() for figure in figures]})
-    else:
-        typer.echo(f"{folder}: {', '.join(path.name for path in paths)}")
-
-
-def _peers(given: Sequence[str]) -> dict[str, Path]:
-    peers = {}
-    for text in given:
-        name, equals, python = text.partition("=")
-        if not equals or not name or not python:
-            raise InputError(f"--peer takes NAME=PYTHON, not {text!r}")
-        peers[name] = Path(python)
-    return peers
-
-
 def _first_comment(text: str) -> str:
     first = text.splitlines()[0] if text else ""
     return first.removeprefix("#").strip()
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, allow_nan=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Literal
 
 from feddd.errors import InputError, nearest
@@ -34,13 +35,13 @@ class PaperFigure:
     strategies: tuple[str, ...] = ()
 
     def needs(self, scale: Scale, only: Sequence[str] = (), seeds: int | None = None) -> list[Need]:
-        """The experiments to run, of which `only` keeps those whose name contains one of its words."""
+        """The experiments to run, of which `only` keeps those whose name begins with one of its words (* for any)."""
         if self.kind == "learning-rates":
             found = _learning_rates(scale, seeds)
         else:
             chosen = [self._experiment(preset) for preset in self.presets]
             found = [Need(scaled(experiment, scale), scale.seeds[:seeds]) for experiment in chosen]
-        return [need for need in found if not only or any(word in need.experiment.name for word in only)]
+        return [need for need in found if not only or any(fnmatch(need.experiment.name, f"{word}*") for word in only)]
 
     def _experiment(self, preset: str) -> Experiment:
         experiment = load_experiment(preset)

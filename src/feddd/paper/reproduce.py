@@ -45,7 +45,7 @@ _THEOREM_ROUNDS = {"smoke": 10, "small": 100, "full": 500}
 class Request:
     """What to reproduce, and where.
 
-    only: keep the experiments whose name contains one of these words    seeds: so many of the scale's, not all
+    only: keep the experiments whose name begins with one of these words    seeds: so many of the scale's, not all
     report: write an interactive page beside every picture
     """
 
@@ -67,7 +67,7 @@ class Request:
         found = {figure.name: figure.needs(self.scale, self.only, self.seeds) for figure in self.figures}
         kept = {name: needs for name, needs in found.items() if needs or (name == "theorem" and not self.only)}
         if not kept:
-            raise InputError(f"none of these figures has an experiment named like {' or '.join(self.only)}")
+            raise InputError(f"none of these figures has an experiment whose name begins with {' or '.join(self.only)}")
         return kept
 
     def progress(self) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ SCALES: Mapping[ScaleName, Scale] = {
         "small",
         (0, 1, 2),
         {
-            "fashion-mnist": {"train_limit": 12_000, "rounds": 40},
+            "fashion-mnist": {"train_limit": 12_000},
             "cifar10": {"train_limit": 10_000, "clients": 50, "rounds": 40, "divide": {"heterogeneous": 4}},
         },
         {
