@@ -15,6 +15,7 @@ from feddd.core.streams import stream
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import build_world
+from feddd.simulation.shard import single_thread
 from feddd.simulation.training import Local, Samples, Training, evaluate, train
 from feddd.world import models
 from feddd.world.datasets import Dataset
@@ -46,8 +47,9 @@ def label_share(
             rng = stream(experiment.seed, "label-share", label, round(1000 * share))
             model = models.build(world.model, data.image_shape, data.classes, seed=experiment.seed)
             chosen = _mixture(data, label, share, samples, rng)
-            train(model, _samples(data, chosen), Local(0, len(chosen), rng), settings)
-            accuracy = evaluate(model, model.state_dict(), images, truth, data.classes).accuracy
+            with single_thread():
+                train(model, _samples(data, chosen), Local(0, len(chosen), rng), settings)
+                accuracy = evaluate(model, model.state_dict(), images, truth, data.classes).accuracy
             found.append(LabelShare(label, share, accuracy))
     return found
 
