@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from feddd.core.labels import label_coverage
 from feddd.errors import InputError
-from feddd.world.partitions import KINDS, label_counts, label_coverage, partition, subsample
+from feddd.world.partitions import KINDS, label_counts, partition, subsample
 
 Labels = NDArray[np.int64]
 COMPLETE = [kind for kind in KINDS if kind != "imbalanced"]

@@ -116,6 +116,23 @@ def coverage_size(table: Units) -> int:
     return _HEADER.size + VALUE_BYTES * table.total_units
 
 
+def encode_coverage(share: Mapping[str, Tensor], table: Units) -> bytes:
+    """CR(k) of every unit of a client's model."""
+    values = [share[layer.name].to(torch.float32).numpy().astype("<f4") for layer in table.layers]
+    return _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest) + b"".join(value.tobytes() for value in values)
+
+
+def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
+    """The inverse of `encode_coverage`; shares lie above 0 and at most at 1."""
+    header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
+    if len(data) != coverage_size(table) or data[: _HEADER.size] != header:
+        raise PayloadError("this is not the coverage of this model's units")
+    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float64))
+    if not bool(((flat > 0) & (flat <= 1)).all()):
+        raise PayloadError("a unit's coverage must lie above 0 and at most at 1")
+    return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
+
+
 def payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int64]:
     """`payload_size` of several packed masks at once."""
     bits = np.unpackbits(np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1), axis=1, bitorder="little")

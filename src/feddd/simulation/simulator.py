@@ -15,6 +15,7 @@ from torch import Tensor
 from feddd.core import latency
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
+from feddd.core.labels import label_coverage
 from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
@@ -32,7 +33,7 @@ from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, star
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
-from feddd.world.partitions import label_counts, label_coverage
+from feddd.world.partitions import label_counts
 
 EngineName = Literal["local", "ray"]
 TEST_CHUNK = 1000

@@ -70,17 +70,6 @@ def label_counts(labels: Indices, parts: list[Indices], classes: int) -> Indices
     return np.bincount(client * classes + label, minlength=len(parts) * classes).reshape(len(parts), classes)
 
 
-def label_coverage(counts: Indices) -> NDArray[np.float64]:
-    """Σ_c min(C · dis_n^c, 1): C for a client whose C classes are balanced, 1 for one with a single class.
-
-    counts: [clients, classes]    dis_n^c: share of class c among client n's samples    result: [clients]
-    """
-    totals = counts.sum(axis=1, keepdims=True)
-    shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
-    coverage: NDArray[np.float64] = np.minimum(counts.shape[1] * shares, 1.0).sum(axis=1)
-    return coverage
-
-
 def subsample(labels: Indices, limit: int, rng: Generator) -> Indices:
     """Sorted indices of `limit` samples drawn without replacement; all of them if there are no more than that."""
     if limit < 1:

@@ -1,0 +1,12 @@
+"""FedDD on Flower: a strategy for the server and a mod for the clients. Nothing else of the package imports flwr."""
+
+try:
+    from feddd.flower.links import FixedLinks, Link, MeasuredLinks
+    from feddd.flower.mod import feddd_mod
+    from feddd.flower.strategy import FedDDStrategy, RoundFacts
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "flwr":
+        raise
+    raise ModuleNotFoundError('feddd.flower needs Flower: pip install "feddd[flower]"', name="flwr") from error
+
+__all__ = ["FedDDStrategy", "FixedLinks", "Link", "MeasuredLinks", "RoundFacts", "feddd_mod"]

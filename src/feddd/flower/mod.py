@@ -1,0 +1,230 @@
+"""The client half of FedDD as a Flower mod: the user's train function sees full models and knows nothing of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch import Tensor, nn
+
+from feddd.core.labels import label_coverage
+from feddd.core.payload import coverage_size, decode, decode_coverage, droppable_bytes, encode, fixed_bytes
+from feddd.core.streams import stream
+from feddd.core.units import Units, units
+from feddd.flower.records import (
+    COVERAGE,
+    ORDER,
+    REPORT,
+    Order,
+    RecordError,
+    Report,
+    read_payload,
+    read_record,
+    write_payload,
+    write_record,
+)
+from feddd.flower.store import ClientStore, default_folder
+from feddd.strategies.client import receive, report
+from feddd.strategies.protocol import Task
+
+MakeModel = Callable[[], nn.Module]
+
+
+def feddd_mod(
+    model: MakeModel | Sequence[MakeModel],
+    *,
+    store: Path | str | None = None,
+    label_counts: Callable[[Context], Sequence[int]] | None = None,
+    arrays_key: str = "arrays",
+    config_key: str = "config",
+    metrics_key: str = "metrics",
+    loss_key: str = "train_loss",
+    samples_key: str = "num-examples",
+    statistic_key: str = "oort-statistic",
+) -> Mod:
+    """A mod for ``ClientApp(mods=[feddd_mod(Net)])``.
+
+    model: makes the network; several for sub-models, of which the node config's "sub-model" names one
+    store: the folder for what a client keeps between rounds; else the node config's "feddd-store", else the cache
+    label_counts: samples per class of this client, for the allocation; left out if the task has no classes
+    arrays_key, …: where the train function finds its model and leaves its results. It must report a mean loss and a
+    sample count; √(mean of squared sample losses) is for Oort, and the loss takes its place where it is missing
+
+    The node config may say: "client-id" (else "partition-id"), "uplink-bits-per-s", "downlink-bits-per-s".
+    """
+    makers = list(model) if isinstance(model, Sequence) else [model]
+
+    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        order = read_record(message.content, ORDER, Order)
+        if order is None:
+            return call_next(message, context)
+        client = _Client(makers, store, context, label_counts)
+        if order.what == "hello":
+            return _reply(message, client.hello())
+        before = client.receive(message.content, order)
+        if before is None:
+            return _reply(message, client.hello("resync"))
+        kept_config = message.content.config_records.get(config_key, ConfigRecord())
+        message.content = RecordDict({arrays_key: ArrayRecord(before), config_key: kept_config})
+        begun = time.monotonic()
+        answer = call_next(message, context)
+        seconds = time.monotonic() - begun
+        if order.what == "evaluate" or answer.has_error():
+            return answer
+        metrics = answer.content.metric_records.get(metrics_key, MetricRecord())
+        keys = (loss_key, samples_key, statistic_key)
+        after = _state(answer.content, arrays_key, before)
+        client.report(answer, before, after, order, metrics, keys, seconds)
+        answer.content[metrics_key] = metrics
+        return answer
+
+    return mod
+
+
+class _Client:
+    """This node for the length of a message: its model, its identity, its store."""
+
+    def __init__(
+        self,
+        makers: Sequence[MakeModel],
+        store: Path | str | None,
+        context: Context,
+        label_counts: Callable[[Context], Sequence[int]] | None,
+    ) -> None:
+        config = context.node_config
+        self._name = str(config.get("client-id", config.get("partition-id", context.node_id)))
+        self._sub_model = int(config.get("sub-model", 0))
+        if not 0 <= self._sub_model < len(makers):
+            raise ValueError(
+                f"the node config's sub-model is {self._sub_model}, but feddd_mod has {len(makers)} models"
+            )
+        module = makers[self._sub_model]()
+        self._own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        self._units: Units = units(module)
+        folder = store or config.get("feddd-store") or default_folder()
+        self._store = ClientStore(Path(str(folder)), self._name)
+        self._rates = [float(config.get(f"{way}-bits-per-s", 0.0)) for way in ("uplink", "downlink")]
+        self._coverage: dict[str, Tensor] | None = None
+        self._label_coverage = _coverage_of(label_counts(context)) if label_counts else float("nan")
+
+    def hello(self, status: str = "ok") -> Report:
+        """Who this is, and what it holds."""
+        return Report(
+            client=self._name,
+            status=status,
+            held=self._store.version(),
+            sub_model=self._sub_model,
+            label_coverage=self._label_coverage,
+            uplink_bits_per_s=self._rates[0],
+            downlink_bits_per_s=self._rates[1],
+        )
+
+    def receive(self, content: RecordDict, order: Order) -> dict[str, Tensor] | None:
+        """The local model of this round; None if the download builds on a state that is not here."""
+        table = self._units
+        kept = None
+        if order.base:
+            held = self._store.load(order.base, table)
+            if held is None:
+                return None
+            kept = held
+        self._coverage = self._store.coverage(_run(order.version), table)
+        if order.covered and self._coverage is None:
+            return None
+        if order.coverage:
+            self._coverage = decode_coverage(read_payload(content, coverage_size(table), COVERAGE), table)
+        whole = droppable_bytes(table) + fixed_bytes(table)
+        received, mask = decode(read_payload(content, whole), self._own, units=table, finite=True)
+        sent = kept.mask if kept else table.full_mask()
+        if any(not torch.equal(mask[layer], sent[layer]) for layer in mask):
+            raise RecordError("the download is not for the units that this client uploaded last")
+        # Counters and the like do not travel: the network's own stay.
+        return self._own | {name: value for name, value in receive(received, kept, table).items() if _carried(value)}
+
+    def report(
+        self,
+        answer: Message,
+        before: dict[str, Tensor],
+        after: dict[str, Tensor],
+        order: Order,
+        metrics: MetricRecord,
+        keys: tuple[str, str, str],
+        seconds: float,
+    ) -> None:
+        """Choose what to upload, keep the rest on disk, and put payload and report into the answer."""
+        loss, samples, statistic = _metrics(metrics, keys)
+        content = RecordDict()
+        facts = Report(
+            client=self._name,
+            held=order.version,
+            sub_model=self._sub_model,
+            train_loss=loss,
+            oort_statistic=statistic,
+            samples=samples,
+            compute_seconds=seconds,
+        )
+        if not (math.isfinite(loss) and all(after[slot.name].isfinite().all() for slot in self._units.slots)):
+            write_record(content, REPORT, Report(self._name, "diverged", "", self._sub_model, samples=samples))
+            answer.content = content
+            return
+        rng = stream(order.seed, "selection", order.round, order.place)
+        task = Task(order.place, order.dropout, order.selector, order.always_send)
+        mask, kept = report(before, after, task, self._units, rng=rng, coverage=self._coverage)
+        data = encode(after, mask, units=self._units)
+        self._store.save(order.version, kept, self._units, self._coverage)
+        write_record(content, REPORT, facts)
+        write_payload(content, data)
+        answer.content = content
+
+
+def _run(version: str) -> str:
+    """The run that a version belongs to."""
+    return version.partition(".")[0]
+
+
+def _reply(message: Message, facts: Report) -> Message:
+    content = RecordDict()
+    write_record(content, REPORT, facts)
+    return Message(content, reply_to=message)
+
+
+def _state(content: RecordDict, key: str, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    record = content.array_records.get(key)
+    if record is None:
+        raise ValueError(
+            f"the train function's reply has no array record {key!r}; feddd_mod(arrays_key=…) names another"
+        )
+    after = dict(record.to_torch_state_dict())
+    wrong = [name for name in before if name not in after or after[name].shape != before[name].shape]
+    if wrong:
+        raise ValueError(
+            f"the train function must return the whole model; {wrong[0]!r} is missing or has another shape"
+        )
+    return after
+
+
+def _metrics(metrics: MetricRecord, keys: tuple[str, str, str]) -> tuple[float, int, float]:
+    loss_key, samples_key, statistic_key = keys
+    for key, option in ((loss_key, "loss_key"), (samples_key, "samples_key")):
+        if not isinstance(metrics.get(key), int | float):
+            known = ", ".join(metrics) or "nothing"
+            raise ValueError(
+                f"the train function must report {key!r}; it reports {known}. feddd_mod({option}=…) names another"
+            )
+    loss = float(metrics[loss_key])  # type: ignore[arg-type]
+    statistic = metrics.get(statistic_key, loss)
+    return loss, int(metrics[samples_key]), float(statistic)  # type: ignore[arg-type]
+
+
+def _coverage_of(counts: Sequence[int]) -> float:
+    return float(label_coverage(np.array([counts], dtype=np.int64))[0])
+
+
+def _carried(value: Tensor) -> bool:
+    return value.is_floating_point()
