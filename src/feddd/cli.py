@@ -11,7 +11,7 @@ import click
 import typer
 
 from feddd import __version__
-from feddd.cli_measure import bench, reproduce
+from feddd.cli_measure import bench, reproduce, run_on_testbed
 from feddd.cli_options import DataDir, Engine, Json, Overrides, print_json
 from feddd.errors import InputError, RunError
 
@@ -208,6 +208,7 @@ def report(
 
 
 app.command()(reproduce)
+app.command("testbed")(run_on_testbed)
 app.command()(bench)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from feddd.cli_options import DataDir, Json, ScaleChoice, print_json
+from feddd.cli_options import DataDir, Json, Overrides, ScaleChoice, print_json
 from feddd.errors import InputError
 
 if TYPE_CHECKING:
@@ -83,6 +83,54 @@ def _list_figures(request: Request, as_json: bool) -> None:
     typer.echo(
         f"At scale {request.scale.name}. `feddd reproduce FIGURE` runs one; --scale full is the paper's setting."
     )
+
+
+def run_on_testbed(
+    experiment: Annotated[str, typer.Argument(help="A preset's name or a TOML file, e.g. testbed-cifar10-iid.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for the results; default: runs/NAME-TIMESTAMP.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Fleet, split, initial weights and batch order.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds to run.")] = None,
+    deadline_seconds: Annotated[
+        float, typer.Option(min=1, help="A round goes on without those that have not answered by then.")
+    ] = 1800.0,
+    shaping: Annotated[
+        bool,
+        typer.Option("--shaping/--no-shaping", help="Links as slow as the experiment says (needs root), or loopback."),
+    ] = True,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS and no keys; only with --no-shaping, on loopback.")
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no summary.")] = False,
+) -> None:
+    """Run an experiment on a real Flower deployment: a SuperLink and a SuperNode per client, on this machine.
+
+    Every client is a process in a network namespace of its own, behind a link shaped to the experiment's rates. The
+    tables are those of a simulation, with wall seconds; wire.json has the bytes that passed the cables.
+    """
+    from feddd.experiments.loading import load_experiment
+    from feddd.reporting import RunProgress, print_summary
+
+    try:
+        from feddd.testbed.running import Options, run_testbed
+    except ModuleNotFoundError as error:
+        if error.name != "flwr":
+            raise
+        raise InputError('the testbed needs Flower: pip install "feddd[flower]"') from error
+
+    base = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
+    loaded = load_experiment(experiment, overrides or (), base)
+    options = Options(shaping, insecure, deadline_seconds, data_dir=data_dir)
+    with RunProgress(loaded, hidden=as_json or quiet) as progress:
+        results = run_testbed(loaded, out, options, lambda label, _, accuracy: progress.advance(label, accuracy))
+    if as_json:
+        print_json({"path": str(results.path), **results.summary})
+    elif not quiet:
+        print_summary(results)
 
 
 def bench(

@@ -51,8 +51,12 @@ class RunProgress:
     def __call__(self, done: RoundDone) -> None:
         """One more round is done."""
         evaluation = done.record.evaluation
-        accuracy = f" {evaluation.accuracy:.1%}" if evaluation else ""
-        self._bar.update(self._task, advance=1, description=done.label, state=f"{accuracy:>6}")
+        self.advance(done.label, evaluation.accuracy if evaluation else None)
+
+    def advance(self, label: str, accuracy: float | None) -> None:
+        """One more round of this strategy is done."""
+        shown = f" {accuracy:.1%}" if accuracy is not None else ""
+        self._bar.update(self._task, advance=1, description=label, state=f"{shown:>6}")
 
 
 def print_summary(results: Results) -> None:

@@ -88,10 +88,9 @@ def run(
             except ValueError as error:
                 raise InputError(f"strategy {label!r}: {error}") from error
         folder = new_folder(experiment, out)
-        _write_text(folder / "config.toml", experiment.to_toml())
-        _write_text(folder / "environment.json", _json(environment(experiment.seed)))
+        begin_folder(folder, experiment)
         with Tables(folder, seed=experiment.seed, then=lambda: _report_so_far(folder)) as tables:
-            tables.write_partition(_label_counts(world))
+            tables.write_partition(label_counts_of(world))
             _report_so_far(folder)
             for label, strategy in strategies.items():
                 for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
@@ -100,7 +99,7 @@ def run(
                         watch(Progress(label, record))
                 tables.flush()
                 _write_model(folder / f"model-{label}.safetensors", record.state.model)
-    return _finish(folder)
+    return finish_folder(folder)
 
 
 def write_strategy(
@@ -108,11 +107,9 @@ def write_strategy(
 ) -> None:
     """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`."""
     (section,) = experiment.strategy
-    resolved = _resolved(experiment, simulation.world)
-    _write_text(folder / "config.toml", resolved.to_toml())
-    _write_text(folder / "environment.json", _json(environment(experiment.seed)))
+    begin_folder(folder, _resolved(experiment, simulation.world))
     with Tables(folder, seed=experiment.seed) as tables:
-        tables.write_partition(_label_counts(simulation.world))
+        tables.write_partition(label_counts_of(simulation.world))
         for record in simulation.run(section.build(), experiment.rounds, evaluate_every=experiment.evaluate_every):
             tables.add(section.label, record)
             watch(record)
@@ -184,7 +181,7 @@ def _resolved(experiment: Experiment, world: World) -> Experiment:
 
 def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = None) -> Results:
     """An experiment before it has run: its config and how it spreads the data, no rounds."""
-    counts = _label_counts(build_world(experiment, Path(data_dir) if data_dir is not None else None))
+    counts = label_counts_of(build_world(experiment, Path(data_dir) if data_dir is not None else None))
     tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()} | {"partition": partition_table(counts)}
     return Results(Path(), experiment.model_dump(), {}, {}, tables)
 
@@ -236,6 +233,12 @@ def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Pa
     return folder
 
 
+def begin_folder(folder: Path, experiment: Experiment) -> None:
+    """What a run's folder holds from the start: the resolved config, and where it runs."""
+    _write_text(folder / "config.toml", experiment.to_toml())
+    _write_text(folder / "environment.json", _json(environment(experiment.seed)))
+
+
 def environment(seed: int) -> dict[str, Any]:
     """Versions, machine and commit behind a run."""
     packages = ("feddd", "torch", "numpy", "scipy", "pyarrow")
@@ -263,7 +266,8 @@ def _commit() -> str | None:
     return found.stdout.strip() if top.returncode == 0 and found.returncode == 0 else None
 
 
-def _label_counts(world: World) -> NDArray[np.int64]:
+def label_counts_of(world: World) -> NDArray[np.int64]:
+    """How many samples of each label each client has."""
     return partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
 
 
@@ -272,7 +276,7 @@ def _report_so_far(folder: Path) -> None:
     write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
 
 
-def _finish(folder: Path) -> Results:
+def finish_folder(folder: Path) -> Results:
     """Sum up and draw what the tables say."""
     tables = load_results(folder)
     results = dataclasses.replace(tables, summary=summarise(tables))

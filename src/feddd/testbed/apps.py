@@ -1,0 +1,162 @@
+"""The server and the client app of an experiment: the simulator's world, method and training, carried by Flower."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from feddd.core.streams import stream
+from feddd.experiments.config import Experiment
+from feddd.experiments.loading import load_experiment
+from feddd.experiments.running import build_world
+from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
+from feddd.simulation.shard import single_thread
+from feddd.simulation.simulator import World
+from feddd.simulation.training import Local, Samples, evaluate, train
+from feddd.strategies.protocol import Upload
+from feddd.world import models, partitions
+
+server = ServerApp()
+
+
+@lru_cache(maxsize=1)
+def _world(path: str, data_dir: str) -> tuple[Experiment, World]:
+    experiment = load_experiment(Path(path))
+    return experiment, build_world(experiment, Path(data_dir) if data_dir else None)
+
+
+def _of(context: Context) -> tuple[Experiment, World]:
+    config = context.run_config
+    return _world(str(config["experiment"]), str(config["data-dir"]))
+
+
+def _model(world: World, width: int = 0) -> torch.nn.Module:
+    return models.build(world.model, world.dataset.image_shape, world.dataset.classes, width, seed=world.seed)
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """One strategy of the experiment; every round leaves a line in the out folder's rounds.jsonl."""
+    config = context.run_config
+    experiment, world = _of(context)
+    section = next(one for one in experiment.strategy if one.label == config["strategy"])
+    modules = [_model(world, width) for width in range(models.widths(world.model))]
+    out = Path(str(config["out"]))
+    evaluations: dict[int, dict[str, Any]] = {}
+
+    def test(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if number == 0:
+            return None
+        evaluations[number] = _evaluate(world, modules[0], arrays)
+        return MetricRecord({"accuracy": evaluations[number]["accuracy"], "loss": evaluations[number]["loss"]})
+
+    def note(facts: RoundFacts) -> None:
+        with (out / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_line(facts, evaluations[facts.round])) + "\n")
+
+    strategy = FedDDStrategy(
+        section.build(),
+        modules,
+        seed=world.seed,
+        deadline_seconds=float(config["deadline-seconds"]),
+        min_clients=len(world.parts),
+        links=_links(world) if config["fixed-links"] else None,
+        checkpoint=out / "server.safetensors",
+        on_round=note,
+    )
+    arrays = ArrayRecord(dict(modules[0].state_dict()))
+    strategy.start(grid, arrays, int(config["rounds"]), evaluate_fn=test)
+
+
+def _links(world: World) -> FixedLinks:
+    devices = world.devices
+    rows = zip(devices.uplink_bits_per_s, devices.downlink_bits_per_s, devices.compute_seconds, strict=True)
+    return FixedLinks(
+        {str(n): Link(float(up), float(down), float(compute)) for n, (up, down, compute) in enumerate(rows)}
+    )
+
+
+def _evaluate(world: World, module: torch.nn.Module, arrays: ArrayRecord) -> dict[str, Any]:
+    data = world.dataset
+    images, labels = torch.from_numpy(data.inputs(data.test_images)), torch.from_numpy(data.test_labels)
+    with single_thread():
+        found = evaluate(module, dict(arrays.to_torch_state_dict()), images, labels, data.classes)
+    return {"accuracy": found.accuracy, "loss": found.loss, "classes": found.class_accuracy.tolist()}
+
+
+def _line(facts: RoundFacts, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """A round as JSON; what is not known is null."""
+    return {
+        "round": facts.round,
+        "seconds": facts.seconds,
+        "clock_seconds": facts.clock_seconds,
+        "evaluation": evaluation,
+        "clients": [_client(upload, facts) for upload in facts.uploads],
+    }
+
+
+def _client(upload: Upload, facts: RoundFacts) -> dict[str, Any]:
+    known = upload.status == "ok"
+    return {
+        "client": int(facts.members[upload.client].name),
+        "status": upload.status,
+        "dropout": facts.dropout[upload.client],
+        "kept_share": upload.kept_share if known else None,
+        "train_loss": upload.train_loss if known else None,
+        "samples": upload.samples if known else None,
+        "upload_bytes": upload.upload_bytes,
+        "download_bytes": upload.download_bytes,
+        "mask": upload.mask.hex(),
+        "turnaround_seconds": facts.turnaround[upload.client],
+        "compute_seconds": facts.compute.get(upload.client),
+    }
+
+
+def _label_counts(context: Context) -> list[int]:
+    _, world = _of(context)
+    data = world.dataset
+    counts = partitions.label_counts(data.train_labels, list(world.parts), data.classes)
+    return [int(count) for count in counts[int(context.node_config["partition-id"])]]
+
+
+def _mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """feddd_mod for the model of the run's experiment."""
+    _, world = _of(context)
+    makers = [lambda width=width: _model(world, width) for width in range(models.widths(world.model))]
+    return feddd_mod(makers, label_counts=_label_counts)(message, context, call_next)
+
+
+client = ClientApp(mods=[_mod])
+
+
+@client.train()
+def train_locally(message: Message, context: Context) -> Message:
+    """The reference loop on this client's own samples, with the simulator's batches."""
+    _, world = _of(context)
+    number = int(context.node_config["partition-id"])
+    model = _model(world, number % models.widths(world.model))
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    data, part = world.dataset, world.parts[number]
+    scale, shift = (torch.from_numpy(each)[:, None, None] for each in (data.scale, data.shift))
+    images, labels = (torch.from_numpy(each[part]) for each in (data.train_images, data.train_labels))
+    round_number = message.content.config_records["config"]["server-round"]
+    rng = stream(world.seed, "batches", int(str(round_number)), number)
+    with single_thread():
+        losses = train(model, Samples(images, labels, scale, shift), Local(0, len(part), rng), world.training).double()
+    metrics = MetricRecord(
+        {
+            "train_loss": float(losses.mean()),
+            "num-examples": len(part),
+            "oort-statistic": float(losses.square().mean().sqrt()),
+        }
+    )
+    content = RecordDict({"arrays": ArrayRecord(dict(model.state_dict())), "metrics": metrics})
+    return Message(content, reply_to=message)
