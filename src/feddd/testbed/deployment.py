@@ -92,8 +92,8 @@ class Deployment:
         self._start("superlink", self.wrap(-1, command))
         self._wait_for_port()
 
-    def start_node(self, number: int, key: Path | None = None) -> None:
-        """Start a SuperNode; `key` in place of its own."""
+    def start_node(self, number: int, *, key: Path | None = None, name: str = "") -> None:
+        """Start a SuperNode; `key` in place of its own, `name` in place of node-NUMBER."""
         pairs = " ".join(f"{name}={json.dumps(value)}" for name, value in self.node_configs[number].items())
         command = [_tool("flower-supernode"), "--superlink", f"{self.address}:{self.port}", "--node-config", pairs]
         command += ["--host", "127.0.0.1", "--port", str(free_port())]
@@ -103,7 +103,7 @@ class Deployment:
             command += ["--auth-supernode-private-key", str(key or files.node_keys[number])]
         else:
             command.append("--insecure")
-        self._start(f"node-{number}", self.wrap(number, command))
+        self._start(name or f"node-{number}", self.wrap(number, command))
 
     def kill(self, name: str) -> None:
         """End a process and its children at once, as a power cut would."""
@@ -173,6 +173,8 @@ class Deployment:
         (home / "config.toml").write_text("\n".join(lines), encoding="utf-8")
 
     def _start(self, name: str, command: Sequence[str]) -> None:
+        if name in self._processes:
+            raise RunError(f"{name} is running already")
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True

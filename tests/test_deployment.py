@@ -1,0 +1,193 @@
+"""A real deployment: a SuperLink and SuperNodes as processes, TLS and registered keys, on loopback; and its faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feddd.errors import InputError
+from feddd.experiments.config import Experiment, parse_experiment
+from feddd.experiments.running import build_world
+from feddd.simulation.simulator import Simulation
+from feddd.testbed.certificates import make_certificates
+from feddd.testbed.deployment import Deployment
+from feddd.testbed.namespaces import Network, check_possible
+from feddd.testbed.running import APP, record_of
+
+CLIENTS = 3
+PATIENCE = 420.0
+
+
+def small(rounds: int) -> Experiment:
+    return parse_experiment(
+        {
+            "name": "deployed",
+            "rounds": rounds,
+            "data": {"dataset": "fashion-mnist-mini", "partition": "iid", "train_limit": 300},
+            "fleet": {"clients": CLIENTS},
+            "training": {"trainer": "reference", "batch_size": 16, "learning_rate": 0.05},
+            "strategy": [{"name": "feddd", "broadcast_every": 3}],
+        }
+    )
+
+
+def deployment(folder: Path, **options: Any) -> Deployment:
+    configs = [{"partition-id": n, "feddd-store": str(folder / f"store-{n}")} for n in range(CLIENTS)]
+    return Deployment(folder / "deployment", configs, **options)
+
+
+def begin(running: Deployment, folder: Path, experiment: Experiment, deadline_seconds: float = 300.0) -> int:
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    config = {
+        "experiment": str(folder / "experiment.toml"),
+        "strategy": "feddd",
+        "out": str(folder / "out"),
+        "rounds": experiment.rounds,
+        "deadline-seconds": deadline_seconds,
+        "fixed-links": True,
+    }
+    return running.run_app(APP, config)
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "out" / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def wait(what: Callable[[], bool], running: Deployment, run: int | None = None) -> None:
+    begun = time.monotonic()
+    while not what():
+        if run is not None and running.status(run) == "finished:failed":
+            raise AssertionError(running.run_log(run)[-2000:])
+        assert time.monotonic() - begun < PATIENCE, running.log("superlink")[-2000:]
+        time.sleep(1.0)
+
+
+def statuses(document: dict[str, Any]) -> dict[int, str]:
+    return {client["client"]: client["status"] for client in document["clients"]}
+
+
+@pytest.mark.slow
+def test_a_deployment_with_tls_and_keys_ends_with_the_simulators_masks_sizes_and_model(tmp_path: Path) -> None:
+    experiment = small(4)
+    with Simulation(build_world(experiment), workers=1) as simulation:
+        simulated = list(simulation.run(experiment.strategy[0].build(), 4))
+    with deployment(tmp_path) as running:
+        stranger = make_certificates(tmp_path / "stranger", ["127.0.0.1"], 1).node_keys[0]
+        running.start_node(0, key=stranger, name="stranger")
+        wait(lambda: running.exit_code("stranger") is not None, running)
+        assert running.exit_code("stranger") != 0, "a key that nobody registered was let in"
+        run = begin(running, tmp_path, experiment)
+        wait(lambda: running.status(run).startswith("finished"), running, run)
+        assert running.status(run) == "finished:completed", running.run_log(run)[-2000:]
+    found = rounds(tmp_path)
+    assert len(found) == 4
+    for record, document in zip(simulated, found, strict=True):
+        for row, client in zip(record.clients, document["clients"], strict=True):
+            assert client["status"] == "ok"
+            assert bytes.fromhex(client["mask"]) == row.upload.mask
+            assert client["upload_bytes"] == row.upload.upload_bytes
+            assert client["download_bytes"] == row.upload.download_bytes
+        assert record.evaluation is not None
+        assert document["evaluation"]["loss"] == pytest.approx(record.evaluation.loss, rel=1e-4)
+    assert record_of(found[-1]).clients[0].upload.upload_bytes == simulated[-1].clients[0].upload.upload_bytes
+
+
+@pytest.mark.slow
+def test_a_killed_node_costs_one_round_its_share_and_a_killed_superlink_only_the_unfinished_round(
+    tmp_path: Path,
+) -> None:
+    experiment = small(60)
+    with deployment(tmp_path) as running:
+        run = begin(running, tmp_path, experiment, deadline_seconds=40.0)
+        wait(lambda: len(rounds(tmp_path)) >= 1, running, run)
+        running.kill("node-1")
+        wait(lambda: any(statuses(r).get(1) != "ok" for r in rounds(tmp_path)), running, run)
+        hurt = next(r for r in rounds(tmp_path) if statuses(r).get(1) != "ok")
+        assert [status for client, status in statuses(hurt).items() if client != 1] == ["ok", "ok"]
+        assert statuses(hurt)[1].startswith(("late", "lost"))
+        time.sleep(60)  # until it is marked offline, the SuperLink refuses the same key
+        running.start_node(1)
+        back = hurt["round"]
+        wait(lambda: any(r["round"] > back and statuses(r).get(1) == "ok" for r in rounds(tmp_path)), running, run)
+        again = next(r for r in rounds(tmp_path) if r["round"] > back and statuses(r).get(1) == "ok")
+        full = rounds(tmp_path)[0]["clients"][1]["download_bytes"]
+        mine = next(client for client in again["clients"] if client["client"] == 1)
+        assert mine["download_bytes"] == full
+
+        running.kill("superlink")
+        done = len(rounds(tmp_path))
+        running.start_superlink()
+        more = small(done + 2)
+        resumed = begin(running, tmp_path, more, deadline_seconds=120.0)
+        wait(lambda: running.status(resumed).startswith("finished"), running, resumed)
+        assert running.status(resumed) == "finished:completed", running.run_log(resumed)[-2000:]
+    numbers = [r["round"] for r in rounds(tmp_path)]
+    assert numbers == list(range(1, done + 3))
+    assert all(status == "ok" for status in statuses(rounds(tmp_path)[-1]).values())
+
+
+def test_private_files_are_private_and_certificates_name_the_address(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    files = make_certificates(tmp_path / "certificates", ["10.231.0.1"], 2)
+    for path in (files.server_key, *files.node_keys):
+        assert path.stat().st_mode & 0o077 == 0
+    server = x509.load_pem_x509_certificate(files.server_certificate.read_bytes())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.231.0.1"]
+    assert all(path.with_suffix(".pub").read_text().startswith("ecdsa-sha2-nistp384 ") for path in files.node_keys)
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_network_shapes_its_links_counts_its_bytes_and_leaves_nothing() -> None:
+    name = f"feddd-test-{os.getpid()}"
+    listen = (
+        "import socket, time; s = socket.create_server(('10.231.0.1', 9), backlog=1); c, _ = s.accept(); "
+        "n = 0\nwhile (d := c.recv(65536)): n += len(d)\nprint(n)"
+    )
+    send = "import socket; s = socket.create_connection(('10.231.0.1', 9)); s.sendall(bytes(100_000)); s.close()"
+    with Network([(4e5, 4e6), (1e6, 1e6)], name=name) as network:
+        server = subprocess.Popen(network.wrap(-1, [sys.executable, "-c", listen]), stdout=subprocess.PIPE, text=True)
+        time.sleep(1.0)
+        begun = time.monotonic()
+        subprocess.run(network.wrap(0, [sys.executable, "-c", send]), check=True)
+        assert server.communicate(timeout=30)[0].strip() == "100000"
+        seconds = time.monotonic() - begun
+        assert seconds > 1.5  # 800,000 bits at 400,000 a second, less the burst
+        assert 100_000 < network.traffic(0).sent < 115_000
+        assert network.traffic(1).sent < 5_000
+        assert f"{name}-0" in _namespaces()
+    assert name not in _namespaces()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_network_that_fails_halfway_leaves_nothing() -> None:
+    name = f"feddd-fail-{os.getpid()}"
+    with pytest.raises(Exception, match="rate"), Network([(1e6, 1e6), (0.0, 1e6)], name=name):
+        pass
+    assert name not in _namespaces()
+
+
+def test_what_is_missing_for_shaped_links_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="at most 200"):
+        check_possible(201)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(InputError, match="need root"):
+        check_possible(3)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(InputError, match="iproute2"):
+        check_possible(3)
