@@ -31,6 +31,11 @@ def verbs() -> list[str]:
     return re.findall(r"\| `(feddd [^`]*)` \|$", README, flags=re.MULTILINE)
 
 
+def example(verb: str) -> list[str]:
+    """The arguments of a verb's example."""
+    return next(shlex.split(line)[1:] for line in verbs() if line.startswith(f"feddd {verb} "))
+
+
 def feddd(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "feddd", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
@@ -93,18 +98,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_examples_of_the_quick_verbs_run(runs: Path) -> None:
-    _, show, plan, fetch, *_ = (shlex.split(example)[1:] for example in verbs())
-    assert feddd(runs, *show) == presets()["quickstart"]
-    assert "sensor" in feddd(runs, *plan)
-    assert "NAME" in feddd(runs, *fetch[:2], "--help")  # a download is not for a test
+    assert feddd(runs, *example("presets")) == presets()["quickstart"]
+    assert "sensor" in feddd(runs, *example("plan"))
+    assert "NAME" in feddd(runs, *example("data fetch")[:2], "--help")  # a download is not for a test
 
 
 @pytest.mark.slow
 def test_examples_of_the_verbs_that_draw_run(runs: Path) -> None:
-    *_, show, report, _ = (shlex.split(example)[1:] for example in verbs())
-    feddd(runs, *show)
+    feddd(runs, *example("data show"))
     assert (runs / "partition.png").stat().st_size > 0
-    feddd(runs, *report)
+    feddd(runs, *example("report"))
     assert (runs / "comparison" / "report.html").is_file()
 
 

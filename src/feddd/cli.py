@@ -43,7 +43,7 @@ def feddd(
 def main() -> None:
     """Run the command line; every expected failure is one line."""
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="feddd")
         if code == INTERRUPTED:
             _fail("interrupted; the rounds that were finished are in the run's folder", INTERRUPTED)
     except click.exceptions.Abort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -273,7 +274,9 @@ def label_counts_of(world: World) -> NDArray[np.int64]:
 
 def _report_so_far(folder: Path) -> None:
     """A page about a run that goes on, which loads itself again when it is open."""
-    write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
+    # Where there is no room for the page there may be for the tables, which are what counts.
+    with contextlib.suppress(OSError):
+        write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
 
 
 def finish_folder(folder: Path) -> Results:

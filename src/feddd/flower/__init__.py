@@ -3,7 +3,8 @@
 try:
     from feddd.flower.links import FixedLinks, Link, MeasuredLinks
     from feddd.flower.mod import feddd_mod
-    from feddd.flower.strategy import FedDDStrategy, RoundFacts
+    from feddd.flower.server import RoundFacts
+    from feddd.flower.strategy import FedDDStrategy
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "flwr":
         raise

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flwr.app import RecordDict
 from torch import Tensor
 
 from feddd.core.payload import decode_values, droppable_bytes, fixed_bytes, pack_mask
 from feddd.core.selection import kept_units
 from feddd.core.units import Mask, Units
+from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, Report, read_payload, read_record
 from feddd.strategies.protocol import Task
 

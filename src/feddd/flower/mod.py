@@ -9,14 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
 from feddd.core.labels import label_coverage
 from feddd.core.payload import coverage_size, decode, decode_coverage, droppable_bytes, encode, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.units import Units, units
+from feddd.flower.names import (
+    ArrayRecord,
+    ClientAppCallable,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    Mod,
+    RecordDict,
+)
 from feddd.flower.records import (
     COVERAGE,
     ORDER,

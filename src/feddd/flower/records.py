@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
 PROTOCOL = 1
 CHUNK_BYTES = 256 * 1024

@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from flwr.app import Message
-from flwr.serverapp import Grid
-
 from feddd.errors import RunError
+from feddd.flower.names import Grid, Message
 
 POLL_SECONDS = 0.5
 PATIENCE = 10.0

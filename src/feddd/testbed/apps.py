@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
 
 from feddd.core.streams import stream
 from feddd.experiments.config import Experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
+from feddd.flower.names import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
 from feddd.simulation.training import Local, Samples, evaluate, train
