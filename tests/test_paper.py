@@ -297,7 +297,7 @@ def test_a_range_over_settings_says_which_were_run() -> None:
     found = measures.over(["a", "b", "c"], lambda preset: measures.gap(preset, "fedcs"))(panels)
     assert found.value == pytest.approx((23.5, 23.5))
     assert "2 of 3 settings run" in found.words
-    assert measures.off_by((20.0, 30.0), found.value) == "+3.5 / -6.5"
+    assert measures.off_by((20.0, 30.0), found.value) == "+3.5 / −6.5"
 
 
 def test_the_best_rule_is_compared_with_the_best_of_the_others() -> None:
@@ -335,7 +335,7 @@ def test_a_table_pairs_savings_with_the_same_seeds_fedavg() -> None:
     rows = panel_table(panel)
     assert rows[0] == ["strategy", "final accuracy (%)", "bytes", "time to 70 %", "time to 95 %"]
     assert rows[1] == ["fedavg", "89.0 (88.0, 90.0)", "30 B", "80.0 s", "never"]
-    assert rows[2] == ["feddd", "91.0 (90.0, 92.0)", "30 B", "20.0 s, -75 % [-75, -75]", "never"]
+    assert rows[2] == ["feddd", "91.0 (90.0, 92.0)", "30 B", "20.0 s, −75 % [−75, −75]", "never"]
 
 
 # The theorem and the motivation

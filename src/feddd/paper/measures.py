@@ -103,11 +103,19 @@ def _answer(found: Estimate, unit: str, note: str = "") -> Answer:
 
 def shown(found: Estimate, unit: str) -> str:
     """A mean with its interval, or the only value."""
-    signed = "+.1f" if unit == "points" else ".1f"
-    text = f"{found.mean:{signed}} {unit}"
+    sign = unit == "points"
+    text = f"{tenths(found.mean, sign)} {unit}"
     if found.low is None or found.high is None:
         return f"{text} (one seed)"
-    return f"{text} [{found.low:{signed}}, {found.high:{signed}}]"
+    return f"{text} [{tenths(found.low, sign)}, {tenths(found.high, sign)}]"
+
+
+def tenths(value: float, sign: bool = True) -> str:
+    """One digit behind the point, a minus sign that is one, and no negative zero."""
+    shown = f"{abs(value):.1f}"
+    if float(shown) == 0:
+        return "0.0"
+    return ("−" if value < 0 else "+" if sign else "") + shown
 
 
 def time_saved(preset: str, other: str, target: float | None) -> Measure:
@@ -166,9 +174,13 @@ def over(presets: Sequence[str], make: Callable[[str], Measure]) -> Measure:
             return next((one for one in found.values() if one is not NOT_RUN), NOT_RUN)
         low, high = min(numbers.values()), max(numbers.values())
         where = "" if len(numbers) == len(presets) else f" ({len(numbers)} of {len(presets)} settings run)"
-        words = ", ".join(f"{preset.removesuffix('-budgets')} {value:.1f}" for preset, value in numbers.items())
+        words = ", ".join(
+            f"{preset.removesuffix('-budgets')} {tenths(value, sign=False)}" for preset, value in numbers.items()
+        )
         seeds = min(found[preset].seeds for preset in numbers)
-        return Answer(f"{low:.1f} to {high:.1f}{where}: {words}", (low, high), seeds=seeds)
+        return Answer(
+            f"{tenths(low, sign=False)} to {tenths(high, sign=False)}{where}: {words}", (low, high), seeds=seeds
+        )
 
     return answer
 
@@ -195,7 +207,7 @@ def off_by(paper: Paper, ours: float | tuple[float, float] | None) -> str:
     if paper is None or ours is None:
         return ""
     if isinstance(paper, tuple) and isinstance(ours, tuple):
-        return " / ".join(f"{mine - theirs:+.1f}" for mine, theirs in zip(ours, paper, strict=True))
+        return " / ".join(tenths(mine - theirs) for mine, theirs in zip(ours, paper, strict=True))
     if isinstance(paper, tuple) or isinstance(ours, tuple):
         return ""
-    return f"{ours - paper:+.1f}"
+    return tenths(ours - paper)

@@ -91,8 +91,13 @@ def _time(panel: Panel, label: str, reference: str | None, target: float) -> str
     if not pairs:
         return f"{text} (FedAvg: never)"
     found = saving(*zip(*pairs, strict=True))
-    interval = "" if found.low is None else f" [{-found.high:+.0f}, {-found.low:+.0f}]"  # type: ignore[operator]
-    return f"{text}, {-found.mean:+.0f} %{interval}"
+    if found.low is None or found.high is None:
+        return f"{text}, {_percent(-found.mean)} %"
+    return f"{text}, {_percent(-found.mean)} % [{_percent(-found.high)}, {_percent(-found.low)}]"
+
+
+def _percent(value: float) -> str:
+    return f"{value:+.0f}".replace("-", "−")
 
 
 def loss_table(panel: Panel) -> Rows:
