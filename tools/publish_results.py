@@ -1,6 +1,8 @@
 """Put what `feddd reproduce` wrote into the documentation, and collect every claim on the page of numbers.
 
 python tools/publish_results.py runs/reproduce/full FIGURE …     copies those figures; without any only the page
+
+The rounds of every cell come too: `feddd reproduce FIGURE --draw-only --out docs/results` draws from them again.
 """
 
 from __future__ import annotations
@@ -51,6 +53,20 @@ def publish(folder: Path, names: list[str]) -> None:
             shutil.copy(folder / f"{name}.{suffix}", target / f"{name}.{suffix}")
 
 
+def publish_cells(cells: Path) -> None:
+    """Copy what figures are drawn from: rounds, and accuracy per class where a figure shows it."""
+    for config in cells.glob("*/*/config.toml"):
+        source, target = config.parent, DOCS / "results" / "cells" / config.parent.relative_to(cells)
+        if source.suffix == ".partial":
+            continue
+        names = ["config.toml", "environment.json", "rounds.parquet"]
+        names += ["classes.parquet"] if "-imbalanced-" in source.parent.name else []
+        names += ["clients.parquet"] if source.parent.name.startswith("cifar10-iid-heterogeneous-b") else []
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copy(source / name, target / name)
+
+
 def numbers_page(docs: Path = DOCS) -> str:
     """The page of numbers, from the results that are published."""
     parts = [HEAD]
@@ -85,6 +101,7 @@ def main() -> None:
     """Publish what was asked for, then write the page."""
     if len(sys.argv) > 1:
         publish(Path(sys.argv[1]), sys.argv[2:])
+        publish_cells(Path(sys.argv[1]).parent / "cells")
     (DOCS / "numbers.md").write_text(numbers_page(), encoding="utf-8")
 
 
