@@ -222,13 +222,26 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path):
 def test_ctrl_c_leaves_the_finished_rounds_readable(tmp_path):
     (tmp_path / "tiny.toml").write_text(TINY)
     command = [sys.executable, "-m", "feddd", "run", "tiny.toml", "--out", "o", "--rounds", "100000"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    table = tmp_path / "o" / "rounds.parquet"
-    deadline = time.monotonic() + 120
-    while not table.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+
+    def interruptible():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,  # noqa: PLW1509
+    )
+    try:
+        table = tmp_path / "o" / "rounds.parquet"
+        deadline = time.monotonic() + 120
+        while not table.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert stderr.count("\n") == 1
     assert "interrupted" in stderr
