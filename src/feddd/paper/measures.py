@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from feddd.experiments.results import Results
 from feddd.paper.panels import (
@@ -25,8 +24,6 @@ from feddd.paper.statistics import Estimate, difference, estimate, saving
 
 Paper = float | tuple[float, float] | None
 """The paper's number, its range, or nothing where it says something in words only."""
-
-_A = TypeVar("_A")
 
 
 @dataclass(frozen=True)
