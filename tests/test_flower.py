@@ -35,7 +35,8 @@ from feddd.flower.records import (
 from feddd.flower.store import ClientStore
 from feddd.simulation.simulator import Simulation, World
 from feddd.strategies.client import Kept
-from flower_apps import build_model, client_app, links_of
+from feddd.testbed.apps import build_model, links_of
+from flower_apps import client_app
 from flower_grid import MemoryGrid
 from worlds import experiment
 

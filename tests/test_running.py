@@ -38,7 +38,7 @@ def test_the_page_of_a_run_is_there_while_it_goes_on(tmp_path: Path) -> None:
     feddd.run(experiment(rounds=2), tmp_path / "run", workers=1, watch=look)
     assert 'http-equiv="refresh"' in pages[0]
     assert "Unfinished" in pages[0]
-    assert "feddd 2 of 2 rounds" not in pages[-1]
+    assert "feddd 0 of 2 rounds" in pages[0]
     final = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert 'http-equiv="refresh"' not in final
     assert "Unfinished" not in final.split("<script")[0]

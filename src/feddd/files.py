@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Where files go, and writing them so that a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import contextlib
 import os
 import secrets
 from pathlib import Path
+
+
+def user_cache() -> Path:
+    """Where this package may keep what can be made or fetched again."""
+    # A relative XDG_CACHE_HOME is to be ignored, says the XDG specification.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "feddd"
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,7 +20,22 @@ from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
 
 
-class RunProgress:
+class _Bar:
+    """Shows its bar inside a `with`; nothing where nobody watches."""
+
+    _bar: Progress
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+class RunProgress(_Bar):
     """A bar over all rounds of a run; nothing where nobody watches."""
 
     def __init__(self, experiment: Experiment, *, hidden: bool) -> None:
@@ -38,15 +53,6 @@ class RunProgress:
         )
         total = experiment.rounds * len(experiment.strategy)
         self._task = self._bar.add_task(experiment.name, total=total, state="starting")
-
-    def __enter__(self) -> RunProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def __call__(self, done: RoundDone) -> None:
         """One more round is done."""
@@ -150,11 +156,11 @@ def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
     return "–" if value is None else show(value)
 
 
-class ReproduceProgress:
-    """A bar over all cells of a reproduction, by what they cost; a line per cell where nobody watches a bar."""
+class ReproduceProgress(_Bar):
+    """A bar over all cells of a reproduction, by what they cost."""
 
     def __init__(self, missing: Sequence[Cell], *, hidden: bool) -> None:
-        self._console = Console(stderr=True)
+        console = Console(stderr=True)
         self._total = len(missing)
         self._done = 0
         self._bar = Progress(
@@ -164,20 +170,11 @@ class ReproduceProgress:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
-            console=self._console,
-            disable=hidden or not self._console.is_terminal,
+            console=console,
+            disable=hidden or not console.is_terminal,
             speed_estimate_period=600,
         )
         self._task = self._bar.add_task("starting", total=sum(cell.cost for cell in missing))
-
-    def __enter__(self) -> ReproduceProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def watch(self, cell: Cell, record: RoundRecord) -> None:
         """One more round of a cell is done."""

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from feddd.experiments.plotting import (
+    HATCHES,
+    legend_or_note,
+    line_title,
+    note,
+    panel_grid,
+    plain_axes,
+    plain_text,
+    save_figure,
+    stroke,
+    upright,
+    whole_numbers,
+)
 from feddd.experiments.results import Results
 from feddd.experiments.views import (
     COLOURS,
@@ -36,18 +48,14 @@ from feddd.experiments.views import (
 
 Abscissa = Literal["rounds", "time", "bytes"]
 
-# Lines, markers and hatches differ as well as colours, so that a print in black and white can be read.
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (8, 2, 2, 2, 2, 2)))
-_MARKERS = "osD^vPX"
-_HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 _MOST_CLIENTS = 30
 
 
 def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -> Figure:
     """Test accuracy over rounds, simulated time or bytes both ways; a band from lowest to highest of several runs."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axes = _axes(figure)
-    _legend_or_note(axes, draw_accuracy(axes, lines(results), abscissa), "nothing tested yet")
+    axes = plain_axes(figure)
+    legend_or_note(axes, draw_accuracy(axes, lines(results), abscissa), "nothing tested yet")
     return figure
 
 
@@ -62,7 +70,7 @@ def draw_accuracy(axes: Axes, shown: Sequence[Line], abscissa: Abscissa) -> bool
             "time": np.array(found.seconds) / seconds,
             "bytes": np.array(found.bytes) / amount,
         }[abscissa]
-        axes.plot(x, found.mean, label=_plain(line.label), **_stroke(line, len(x)))
+        axes.plot(x, found.mean, label=plain_text(line.label), **stroke(line, len(x)))
         if len(line.runs) > 1:
             axes.fill_between(x, found.low, found.high, color=line.colour, alpha=0.15, linewidth=0)
     axes.set_xlabel(
@@ -82,9 +90,9 @@ def time_to_accuracy_figure(results: Sequence[Results]) -> Figure:
     """Bars: time to each target as a ratio to FedAvg's, or in hours, … where there is no FedAvg."""
     shown, goals = lines(results), targets(results)
     figure = Figure(figsize=(max(7.2, 0.3 * len(shown) * len(goals)), 4.2), layout="constrained")
-    axes = _axes(figure)
+    axes = plain_axes(figure)
     draw_targets(axes, shown, goals)
-    _legend_or_note(axes, bool(shown), "nothing run yet")
+    legend_or_note(axes, bool(shown), "nothing run yet")
     return figure
 
 
@@ -99,11 +107,13 @@ def draw_targets(axes: Axes, shown: Sequence[Line], goals: Sequence[float]) -> N
         x = np.arange(len(goals)) + (place - (len(shown) - 1) / 2) * width
         values = [one.time_ratios if relative else [value / scale for value in one.seconds] for one in row]
         heights = [fmean(value) if value else 0.0 for value in values]
-        hatch = _HATCHES[line.index % len(_HATCHES)]
-        axes.bar(x, heights, width * 0.92, color=line.colour, hatch=hatch, edgecolor="white", label=_plain(line.label))
+        hatch = HATCHES[line.index % len(HATCHES)]
+        axes.bar(
+            x, heights, width * 0.92, color=line.colour, hatch=hatch, edgecolor="white", label=plain_text(line.label)
+        )
         for at, one, value in zip(x, row, values, strict=True):
             if not value:
-                _upright(axes, at, missing_bar(line, one), line.colour)
+                upright(axes, at, missing_bar(line, one), line.colour)
     if relative:
         axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_xticks(range(len(goals)), [f"{100 * target:g} %" for target in goals])
@@ -128,8 +138,8 @@ def dropout_figure(results: Sequence[Results]) -> Figure:
             vmax=top,
             extent=(matrix.columns[0] - 0.5, matrix.columns[-1] + 0.5, -0.5, len(matrix.rows) - 0.5),
         )
-        axes.set(title=_title(line), xlabel="round", ylabel="client")
-        _whole_numbers(axes)
+        axes.set(title=line_title(line), xlabel="round", ylabel="client")
+        whole_numbers(axes)
         figure.colorbar(image, ax=axes, label="dropout rate", format=PercentFormatter(1.0, decimals=0))
     if not panels:
         note(grid[0], "no strategy dropped parameters")
@@ -152,7 +162,7 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
         axes.set_xlim(0, 1.05 * longest / scale)
         _draw_round(axes, clients, scale)
         rest = f", {_MOST_CLIENTS} of {len(clients)} clients" if len(clients) > _MOST_CLIENTS else ""
-        axes.set(title=f"{_title(line)}: round {number}{rest}", xlabel=f"simulated time ({unit})", ylabel="client")
+        axes.set(title=f"{line_title(line)}: round {number}{rest}", xlabel=f"simulated time ({unit})", ylabel="client")
     if panels:
         figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     else:
@@ -210,7 +220,7 @@ def partition_figure(results: Sequence[Results]) -> Figure:
         image = axes.imshow(
             empty_is_blank, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis", vmin=0
         )
-        title = f"{_plain(str(run.config['name']))}, seed {run.config['seed']}"
+        title = f"{plain_text(str(run.config['name']))}, seed {run.config['seed']}"
         axes.set(title=title, xlabel="client", ylabel="label")
         axes.set_yticks(range(len(matrix.rows)), [str(label) for label in matrix.rows])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -225,8 +235,8 @@ def classes_figure(results: Sequence[Results]) -> Figure:
     shown = lines(results)
     labels = {label for line in shown for label in class_accuracies(line)}
     figure = Figure(figsize=(max(7.2, 0.2 * len(labels) * len(shown)), 4.2), layout="constrained")
-    axes = _axes(figure)
-    _legend_or_note(axes, draw_classes(axes, shown), "accuracy per class is not recorded yet")
+    axes = plain_axes(figure)
+    legend_or_note(axes, draw_classes(axes, shown), "accuracy per class is not recorded yet")
     return figure
 
 
@@ -247,9 +257,9 @@ def draw_classes(axes: Axes, shown: Sequence[Line]) -> bool:
             yerr=[mean - low, high - mean] if len(line.runs) > 1 else None,
             error_kw={"elinewidth": 1, "ecolor": "0.2"},
             color=line.colour,
-            hatch=_HATCHES[line.index % len(_HATCHES)],
+            hatch=HATCHES[line.index % len(HATCHES)],
             edgecolor="white",
-            label=_plain(line.label),
+            label=plain_text(line.label),
         )
     axes.set_xticks(range(len(labels)), [str(label) for label in labels])
     axes.set(xlabel="class", ylabel="accuracy, last round", ylim=(0, 1))
@@ -276,79 +286,3 @@ def write_figures(results: Sequence[Results], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw_figures(results).items()
     return [path for name, figure in drawn for path in save_figure(figure, folder / name)]
-
-
-def save_figure(figure: Figure, path: Path) -> list[Path]:
-    """Write a picture as PNG and SVG beside each other; the same picture gives the same bytes."""
-    written = []
-    with mpl.rc_context({"svg.hashsalt": "feddd", "hatch.linewidth": 0.6}):
-        for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
-            target = path.with_name(f"{path.name}.{suffix}")
-            figure.savefig(target, dpi=150, metadata=metadata)
-            written.append(target)
-    return written
-
-
-def _axes(figure: Figure) -> Axes:
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
-
-
-def panel_grid(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, each of this size in inches."""
-    columns = min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
-    rows = -(-max(count, 1) // columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for spare in grid[max(count, 1) :]:
-        spare.set_axis_off()
-    return figure, grid
-
-
-def _stroke(line: Line, count: int) -> dict[str, Any]:
-    # Markers start at different points, so that lines on top of each other can be told apart.
-    every = max(1, count // 8)
-    return look(line.index) | {"markevery": (line.index % every, every), "markersize": 5, "linewidth": 1.7}
-
-
-def look(place: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the line at this place."""
-    return {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": _DASHES[place % len(_DASHES)],
-        "marker": _MARKERS[place % len(_MARKERS)],
-    }
-
-
-def _legend_or_note(axes: Axes, drawn: bool, otherwise: str) -> None:
-    if drawn:
-        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    else:
-        note(axes, otherwise)
-
-
-def note(axes: Axes, text: str) -> None:
-    """Words in place of a picture."""
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="0.4")
-    axes.set_axis_off()
-
-
-def _upright(axes: Axes, x: float, text: str, colour: str) -> None:
-    # In axes' height, so that it stands on the base line whatever the bars' scale.
-    axes.text(x, 0.02, text, transform=axes.get_xaxis_transform(), rotation=90, ha="center", va="bottom", color=colour)
-
-
-def _title(line: Line) -> str:
-    return _plain(line.label) + (f", seed {line.runs[0].config['seed']}" if len(line.runs) > 1 else "")
-
-
-def _whole_numbers(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _plain(label: str) -> str:
-    """A label as it is: no formula between dollars, and not hidden from legends by a leading underscore."""
-    escaped = label.replace("$", r"\$")
-    return f" {escaped}" if escaped.startswith("_") else escaped

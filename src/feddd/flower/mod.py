@@ -15,6 +15,7 @@ from feddd.core.labels import label_coverage
 from feddd.core.payload import coverage_size, decode, decode_coverage, droppable_bytes, encode, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.units import Units, units
+from feddd.files import user_cache
 from feddd.flower.names import (
     ArrayRecord,
     ClientAppCallable,
@@ -37,7 +38,7 @@ from feddd.flower.records import (
     write_payload,
     write_record,
 )
-from feddd.flower.store import ClientStore, default_folder
+from feddd.flower.store import ClientStore
 from feddd.strategies.client import receive, report
 from feddd.strategies.protocol import Task
 
@@ -78,17 +79,17 @@ def feddd_mod(
         before = client.receive(message.content, order)
         if before is None:
             return _reply(message, client.hello("resync"))
-        kept_config = message.content.config_records.get(config_key, ConfigRecord())
-        message.content = RecordDict({arrays_key: ArrayRecord(before), config_key: kept_config})
+        config = message.content.config_records.get(config_key, ConfigRecord())
+        message.content = RecordDict({arrays_key: ArrayRecord(before), config_key: config})
         begun = time.monotonic()
         answer = call_next(message, context)
         seconds = time.monotonic() - begun
         if order.what == "evaluate" or answer.has_error():
             return answer
         metrics = answer.content.metric_records.get(metrics_key, MetricRecord())
-        keys = (loss_key, samples_key, statistic_key)
         after = _state(answer.content, arrays_key, before)
-        client.report(answer, before, after, order, metrics, keys, seconds)
+        told = _metrics(metrics, (loss_key, samples_key, statistic_key))
+        answer.content = client.report(before, after, order, told, seconds)
         answer.content[metrics_key] = metrics
         return answer
 
@@ -115,11 +116,11 @@ class _Client:
         module = makers[self._sub_model]()
         self._own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self._units: Units = units(module)
-        folder = store or config.get("feddd-store") or default_folder()
+        folder = store or config.get("feddd-store") or user_cache() / "clients"
         self._store = ClientStore(Path(str(folder)), self._name)
         self._rates = [float(config.get(f"{way}-bits-per-s", 0.0)) for way in ("uplink", "downlink")]
         self._coverage: dict[str, Tensor] | None = None
-        self._label_coverage = _coverage_of(label_counts(context)) if label_counts else float("nan")
+        self._label_counts = (lambda: label_counts(context)) if label_counts else None
 
     def hello(self, status: str = "ok") -> Report:
         """Who this is, and what it holds."""
@@ -128,7 +129,7 @@ class _Client:
             status=status,
             held=self._store.version(),
             sub_model=self._sub_model,
-            label_coverage=self._label_coverage,
+            label_coverage=_coverage_of(self._label_counts()) if self._label_counts else math.nan,
             uplink_bits_per_s=self._rates[0],
             downlink_bits_per_s=self._rates[1],
         )
@@ -136,12 +137,9 @@ class _Client:
     def receive(self, content: RecordDict, order: Order) -> dict[str, Tensor] | None:
         """The local model of this round; None if the download builds on a state that is not here."""
         table = self._units
-        kept = None
-        if order.base:
-            held = self._store.load(order.base, table)
-            if held is None:
-                return None
-            kept = held
+        kept = self._store.load(order.base, table) if order.base else None
+        if order.base and kept is None:
+            return None
         self._coverage = self._store.coverage(_run(order.version), table)
         if order.covered and self._coverage is None:
             return None
@@ -157,16 +155,14 @@ class _Client:
 
     def report(
         self,
-        answer: Message,
         before: dict[str, Tensor],
         after: dict[str, Tensor],
         order: Order,
-        metrics: MetricRecord,
-        keys: tuple[str, str, str],
+        told: tuple[float, int, float],
         seconds: float,
-    ) -> None:
-        """Choose what to upload, keep the rest on disk, and put payload and report into the answer."""
-        loss, samples, statistic = _metrics(metrics, keys)
+    ) -> RecordDict:
+        """Choose what to upload and keep the rest on disk; payload and report. told: loss, samples, Oort's statistic"""
+        loss, samples, statistic = told
         content = RecordDict()
         facts = Report(
             client=self._name,
@@ -179,8 +175,7 @@ class _Client:
         )
         if not (math.isfinite(loss) and all(after[slot.name].isfinite().all() for slot in self._units.slots)):
             write_record(content, REPORT, Report(self._name, "diverged", "", self._sub_model, samples=samples))
-            answer.content = content
-            return
+            return content
         rng = stream(order.seed, "selection", order.round, order.place)
         task = Task(order.place, order.dropout, order.selector, order.always_send)
         mask, kept = report(before, after, task, self._units, rng=rng, coverage=self._coverage)
@@ -188,7 +183,7 @@ class _Client:
         self._store.save(order.version, kept, self._units, self._coverage)
         write_record(content, REPORT, facts)
         write_payload(content, data)
-        answer.content = content
+        return content
 
 
 def _run(version: str) -> str:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.core.units import Units
 from feddd.flower.links import Links
-from feddd.strategies.protocol import Fleet, ServerState, known_or_mean
+from feddd.strategies.protocol import Fleet, ServerState, known_or_mean, make_fleet
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,14 @@ class Registry:
 
 def fleet_of(members: Sequence[Member], tables: Sequence[Units], links: Links) -> Fleet:
     """What a strategy is told about these clients. tables: the layer tables of the sub-models, the global one first."""
-    own = [tables[member.sub_model] for member in members]
     known = [links[member.name] for member in members]
     compute = np.array([link.compute_seconds for link in known])
-    return Fleet(
-        uplink_bits_per_s=np.array([link.uplink_bits_per_s for link in known]),
-        downlink_bits_per_s=np.array([link.downlink_bits_per_s for link in known]),
-        compute_seconds=known_or_mean(compute) if not np.isnan(compute).all() else np.zeros(len(known)),
-        droppable_bits=np.array([8.0 * droppable_bytes(table) for table in own]),
-        fixed_bits=np.array([8.0 * fixed_bytes(table) for table in own]),
-        layer_bits={
-            layer.name: np.array([8.0 * VALUE_BYTES * table.layers[place].elements for table in own])
-            for place, layer in enumerate(tables[0].layers)
-        },
-        model_bits=8.0 * droppable_bytes(tables[0]),
+    return make_fleet(
+        np.array([link.uplink_bits_per_s for link in known]),
+        np.array([link.downlink_bits_per_s for link in known]),
+        known_or_mean(compute) if not np.isnan(compute).all() else np.zeros(len(known)),
+        [tables[member.sub_model] for member in members],
+        tables[0],
     )
 
 

@@ -214,7 +214,7 @@ class Server:
             "train",
             round=number,
             base=self._versions[client] if task.download is not None else "",
-            version=f"{self._token}.{number}.{client}",
+            version=self._version(number, client),
             dropout=task.dropout,
             selector=task.selector,
             always_send=task.always_send,
@@ -236,8 +236,12 @@ class Server:
             self._told.add(client)
         pending.download_bytes[client] = pending.download_bytes.get(client, 0) + size
         node = pending.nodes[client]
-        # Valid a little longer than the round, so that an answer just in time is not lost on its way.
+        # Valid longer than the round, so that an answer just in time is not lost on its way.
         return Message(content, node, MessageType.TRAIN, ttl=2 * self._deadline_seconds, group_id=str(number))
+
+    def _version(self, number: int, client: int) -> str:
+        """Names what a client keeps after a round of this run."""
+        return f"{self._token}.{number}.{client}"
 
     def _needs_coverage(self, task: Task, number: int) -> bool:
         """CR(k) is told once, after round 1; a client that came later or lost its disk has missed that."""
@@ -274,20 +278,18 @@ class Server:
             if accepted is None:
                 uploads.append(Upload(client, status=status, download_bytes=pending.download_bytes[client]))
                 continue
-            table = self._tables[self._registry.members[client].sub_model]
-            dense = table.zeros_like(self._own(self._registry.members[client].sub_model))
+            member = self._registry.members[client]
+            table = self._tables[member.sub_model]
+            dense = table.zeros_like(self._own(member.sub_model))
             table.put(dense, accepted.mask, accepted.values)
             average.add(dense, accepted.mask, accepted.report.samples)
             uploads.append(_upload(client, accepted, table, pending.download_bytes[client]))
             compute[client] = accepted.report.compute_seconds
             bits = 8.0 * (accepted.upload_bytes + pending.download_bytes[client])
             self._links.observe(
-                self._registry.members[client].name,
-                turnaround_seconds=answer.seconds,
-                compute_seconds=compute[client],
-                bits=bits,
+                member.name, turnaround_seconds=answer.seconds, compute_seconds=compute[client], bits=bits
             )
-            self._versions[client] = f"{self._token}.{pending.plan.round}.{client}"
+            self._versions[client] = self._version(pending.plan.round, client)
         fleet = fleet_of(self._registry.members, self._tables, self._links)
         model = average.result()
         self._state = self._method.absorb(state, fleet, pending.plan, uploads, model)
@@ -326,15 +328,7 @@ class Server:
         samples = sum(upload.samples for upload in counted)
         loss = sum(upload.samples * upload.train_loss for upload in counted) / samples if samples else math.nan
         metrics = {"train_loss": loss, "participants": float(len(counted)), "asked": float(len(uploads))}
-        logger.log(
-            INFO,
-            "round %d: %d of %d counted, loss %.4f, %.1f s",
-            state.round,
-            len(counted),
-            len(uploads),
-            loss,
-            seconds,
-        )
+        logger.log(INFO, "round %d: %d of %d counted, %.1f s", state.round, len(counted), len(uploads), seconds)
         return RoundFacts(
             round=state.round,
             seconds=seconds,

@@ -7,7 +7,6 @@ asked for the upload; a client that holds another version, or none, says so and 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -80,9 +79,3 @@ class ClientStore:
         except (OSError, SafetensorError):
             return {}
         return metadata if metadata.get("format") == FORMAT else {}
-
-
-def default_folder() -> Path:
-    """The user's cache."""
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "feddd" / "clients"

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from feddd.experiments.config import Experiment, construct
-from feddd.experiments.results import SCHEMAS, Results, load_results
+from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.running import build_world, write_strategy
 from feddd.simulation.simulator import RoundRecord, Simulation
 
@@ -148,7 +148,8 @@ class Store:
         environments = [run.environment for run in found.values()]
         tables = {name: _joined(name, found) for name in SCHEMAS}
         path = Path(f"{experiment.name}-seed-{seed}")
-        return Results(path, config, environments[0] if environments else {}, {"combined": True}, tables)
+        combined = Results(path, config, environments[0] if environments else {}, {}, tables)
+        return dataclasses.replace(combined, summary=summarise(combined))
 
 
 def _joined(name: str, runs: Mapping[str, Results]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from feddd.paper.measures import (
     Answer,
@@ -65,7 +66,7 @@ def _saved_range(model: str, numbers: dict[str, tuple[float, float]]) -> list[Cl
             f"{model}: less time to the targets than {METHODS[other]}, over the partitions",
             f"{low}–{high} %",
             (low, high),
-            over(presets, lambda preset, other=other: time_saved(preset, other, None)),  # type: ignore[misc]
+            over(presets, partial(time_saved, other=other, target=None)),
         )
         for other, (low, high) in numbers.items()
     ]
@@ -108,7 +109,7 @@ def _drops() -> list[Claim]:
             f"{METHODS[method]}: points lost from a budget of 80 % to 20 %, over the settings",
             f"{numbers[method][0]}–{numbers[method][1]} (over both figures)",
             numbers[method],
-            over(presets, lambda preset, method=method: gap(preset, f"{method} 20 %", f"{method} 80 %")),  # type: ignore[misc]
+            over(presets, partial(gap, other=f"{method} 20 %", ours=f"{method} 80 %")),
         )
         for figure, presets in (("budgets", homogeneous), ("budgets-heterogeneous", widths))
         for method in numbers

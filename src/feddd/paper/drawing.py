@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from feddd.experiments.figures import draw_accuracy, draw_classes, draw_targets, look, note, panel_grid
+from feddd.experiments.figures import draw_accuracy, draw_classes, draw_targets
+from feddd.experiments.plotting import look, note, panel_grid
 from feddd.paper.catalogue import PaperFigure
 from feddd.paper.motivation import LabelShare, loss_by_width
 from feddd.paper.panels import Panel, accuracy
@@ -21,9 +22,15 @@ from feddd.world import models
 
 def draw_panels(figure: PaperFigure, panels: Sequence[Panel]) -> Figure:
     """The picture of a figure that is made of experiments."""
-    draw = _DRAW[figure.kind]
     wide = figure.kind in ("targets", "classes")
     drawn, grid = panel_grid(len(panels), 5.0 if wide else 4.2, 3.4)
+    _fill(grid, panels, _DRAW[figure.kind])
+    _legend(drawn, grid)
+    return drawn
+
+
+def _fill(grid: Sequence[Axes], panels: Sequence[Panel], draw: Callable[[Axes, Panel], None]) -> None:
+    """Draw each panel into its axes, or say that there is nothing yet."""
     for axes, panel in zip(grid, panels, strict=False):
         if any(run.tables["rounds"].num_rows for run in panel.runs):
             draw(axes, panel)
@@ -31,8 +38,6 @@ def draw_panels(figure: PaperFigure, panels: Sequence[Panel]) -> Figure:
             note(axes, "not run yet")
         axes.set_title(panel.experiment.name, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    _legend(drawn, grid)
-    return drawn
 
 
 def _legend(drawn: Figure, grid: Sequence[Axes]) -> None:
@@ -82,8 +87,6 @@ def _widths(axes: Axes, panel: Panel) -> None:
     name = panel.experiment.model.name
     label = panel.experiment.strategy[0].label
     runs = panel.finished(label)
-    if not runs:
-        return note(axes, "not run yet")
     for width in range(models.widths(name)):
         rounds = np.mean([loss_by_width(run, label, models.widths(name))[width] for run in runs], axis=0)
         axes.plot(
@@ -95,11 +98,6 @@ def _widths(axes: Axes, panel: Panel) -> None:
         )
     axes.set(xlabel="round", ylabel="mean training loss")
     axes.grid(alpha=0.25)
-    return None
-
-
-def _rates(axes: Axes, panel: Panel) -> None:
-    draw_accuracy(axes, panel.lines, "rounds")
 
 
 _DRAW: Mapping[str, Callable[[Axes, Panel], None]] = {
@@ -108,12 +106,11 @@ _DRAW: Mapping[str, Callable[[Axes, Panel], None]] = {
     "classes": _classes,
     "budgets": _budgets,
     "widths": _widths,
-    "learning-rates": _rates,
 }
 
 
 def draw_label_share(found: Mapping[str, Sequence[LabelShare]]) -> Figure:
-    """Accuracy of a label over its share, one panel per data set, one line per label and their mean."""
+    """Accuracy of a label over its share, one panel per data set, one line per label."""
     drawn, grid = panel_grid(len(found), 4.2, 3.4)
     for axes, (name, points) in zip(grid, found.items(), strict=False):
         for place, label in enumerate(sorted({point.label for point in points})):
@@ -139,12 +136,7 @@ def draw_learning_rates(rates: Mapping[str, Mapping[float, float]], panels: Sequ
     axes.set(title="FedAvg, Non-IID-b", xlabel="learning rate", ylabel="validation accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(alpha=0.25)
-    for axes, panel in zip(rest, panels, strict=False):
-        if any(run.tables["rounds"].num_rows for run in panel.runs):
-            draw_targets(axes, panel.lines, panel.experiment.targets)
-        else:
-            note(axes, "not run yet")
-        axes.set_title(panel.experiment.name, fontsize=10)
+    _fill(rest, panels, _targets)
     _legend(drawn, grid)
     return drawn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from feddd.errors import InputError
-from feddd.experiments.figures import save_figure
+from feddd.experiments.plotting import save_figure
 from feddd.experiments.report import write_report
 from feddd.files import write_atomically
 from feddd.paper import theorem
@@ -87,18 +88,12 @@ class Request:
         return list(chain.from_iterable(cells(need.experiment, need.seeds) for need in wanted))
 
 
-def draw(request: Request, begin: Callable[[PaperFigure], None] | None = None) -> list[Drawn]:
+def draw(request: Request) -> list[Drawn]:
     """Draw every figure from the cells there are, and write picture, tables and comparison beside each other."""
     needs = request.needs()
     folder = request.folder / request.scale.name
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    for figure in request.figures:
-        if figure.name in needs:
-            if begin:
-                begin(figure)
-            drawn.append(_draw(request, figure, needs[figure.name], folder))
-    return drawn
+    return [_draw(request, one, needs[one.name], folder) for one in request.figures if one.name in needs]
 
 
 def _draw(request: Request, figure: PaperFigure, needs: Sequence[Need], folder: Path) -> Drawn:
@@ -119,7 +114,7 @@ def _draw(request: Request, figure: PaperFigure, needs: Sequence[Need], folder: 
         if not request.only or answer.words != "not run"
     ]
     files = save_figure(picture, folder / figure.name)
-    written = Drawn(figure, _command(request, figure), _notes(request, needs), tables, rows, files)
+    written = Drawn(figure, _command(request, figure), _notes(request, figure, needs), tables, rows, files)
     texts = {
         "md": markdown(written),
         "json": json.dumps(_document(written, answered), indent=2, allow_nan=False) + "\n",
@@ -165,20 +160,30 @@ def _label_share(request: Request, need: Need) -> list[LabelShare]:
 
 
 def _command(request: Request, figure: PaperFigure) -> str:
-    only = "".join(f" --only {word}" for word in request.only)
+    only = "".join(f" --only {shlex.quote(word)}" for word in request.only)
     seeds = "" if request.seeds is None else f" --seeds {request.seeds}"
     return f"feddd reproduce {figure.name} --scale {request.scale.name}{only}{seeds}"
 
 
-def _notes(request: Request, needs: Sequence[Need]) -> list[str]:
-    """How the scale differs from the paper's setting, and on how many seeds the numbers rest."""
+def _notes(request: Request, figure: PaperFigure, needs: Sequence[Need]) -> list[str]:
+    """The settings that a reader must know: what the scale changes, or what was done besides experiments."""
+    head = f"Scale {request.scale.name}."
+    if figure.kind == "theorem":
+        problem = theorem.make_problem(0.0)
+        size = f"{len(problem.targets)} clients, {len(problem.start)} units of {len(problem.inputs)} weights"
+        rounds = f"{_THEOREM_ROUNDS[request.scale.name]} rounds at dropout {theorem.DROPOUT:g}"
+        return [head, f"{size}, L = {problem.smoothness:.2f}, η = {theorem.STEP:g}/L, {rounds}."]
+    if figure.kind == "label-share":
+        labels, samples, epochs = _LABEL_SHARE[request.scale.name]
+        which = ", ".join(str(label) for label in labels)
+        return [head, f"Labels {which}; {samples:,} training samples, {epochs} epochs, one seed."]
     known = request.scale.words
     names = [name for name in DATASETS if name in known and any(_dataset(need) == name for need in needs)]
     together: dict[str, list[str]] = {}
     for name in names:
         together.setdefault(known[name], []).append(DATASETS[name])
     said = [f"{' and '.join(which)}: {words}." for words, which in together.items()]
-    return [f"Scale {request.scale.name}.", *said]
+    return [head, *said]
 
 
 def _dataset(need: Need) -> str:

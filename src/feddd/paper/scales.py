@@ -13,7 +13,10 @@ ScaleName = Literal["smoke", "small", "full"]
 
 @dataclass(frozen=True)
 class Scale:
-    """Seeds, and per data set what is changed; `divide` narrows models, `words` say what a reader must know."""
+    """Seeds, and per data set what is changed; `words` say what a reader must know.
+
+    divide: by how much the widths of models are divided whose name begins so
+    """
 
     name: ScaleName
     seeds: tuple[int, ...]
@@ -21,7 +24,7 @@ class Scale:
     words: Mapping[str, str]
 
 
-_SMOKE = {"rounds": 2, "train_limit": 120, "clients": 6, "epochs": 1, "targets": (0.05, 0.1), "divide": 4}
+_SMOKE = {"rounds": 2, "train_limit": 120, "clients": 6, "epochs": 1, "targets": (0.05, 0.1), "divide": {"": 4}}
 _SMOKE_WORDS = "a smoke test: {source}, 6 clients, 120 samples, 2 rounds, narrow models; the numbers mean nothing"
 
 SCALES: Mapping[ScaleName, Scale] = {
@@ -79,9 +82,7 @@ def scaled(experiment: Experiment, scale: Scale) -> Experiment:
     return experiment.model_copy(update=parts)
 
 
-def _narrowed(model: str, divide: Mapping[str, int] | int) -> str:
-    if isinstance(divide, int):
-        return f"{model}/{divide}"
+def _narrowed(model: str, divide: Mapping[str, int]) -> str:
     divisor = next((number for prefix, number in divide.items() if model.startswith(prefix)), 1)
     return model if divisor == 1 else f"{model}/{divisor}"
 

@@ -23,6 +23,8 @@ from feddd.core.units import units
 Array = NDArray[np.float64]
 FORMS: tuple[Form, ...] = ("printed", "corrected")
 DROPOUT = 0.4
+STEP = 0.1
+"""η · L"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Outcome:
 def check(selector: Selector, spread: float, broadcast_every: int, rounds: int) -> Outcome:
     """Run FedDD's rounds on a problem of this spread and work out every bound."""
     problem = make_problem(spread)
-    learning_rate = 0.1 / problem.smoothness
+    learning_rate = STEP / problem.smoothness
     per_round = _rounds(problem, selector, broadcast_every, rounds, learning_rate)
     norms, weight_errors, gradient_errors = zip(*per_round, strict=True)
     errors = {"weights": max(weight_errors), "gradients": max(gradient_errors)}

@@ -16,10 +16,9 @@ from feddd.core import latency
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
-from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
-from feddd.core.units import Units, units
+from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.processes import WorkerPool, default_workers
@@ -29,7 +28,7 @@ from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
-from feddd.strategies.protocol import Fleet, ServerState, Strategy, Upload, start
+from feddd.strategies.protocol import ServerState, Strategy, Upload, make_fleet, start
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -116,7 +115,14 @@ class Simulation:
             units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
         ]
         self._width_of = [client % count for client in range(len(world.parts))]
-        self.fleet = _fleet(world.devices, [self._tables[width] for width in self._width_of], self.units)
+        devices = world.devices
+        self.fleet = make_fleet(
+            devices.uplink_bits_per_s,
+            devices.downlink_bits_per_s,
+            devices.compute_seconds,
+            [self._tables[width] for width in self._width_of],
+            self.units,
+        )
         if engine == "ray":
             from feddd.simulation.ray_workers import RayCluster
 
@@ -243,17 +249,3 @@ class Simulation:
             )
             for worker, mine in enumerate(shares)
         ]
-
-
-def _fleet(devices: Devices, tables: Sequence[Units], global_table: Units) -> Fleet:
-    """Devices and model sizes as a strategy sees them."""
-    layers = [{layer.name: 8.0 * VALUE_BYTES * layer.elements for layer in table.layers} for table in tables]
-    return Fleet(
-        uplink_bits_per_s=devices.uplink_bits_per_s,
-        downlink_bits_per_s=devices.downlink_bits_per_s,
-        compute_seconds=devices.compute_seconds,
-        droppable_bits=np.array([8.0 * droppable_bytes(table) for table in tables]),
-        fixed_bits=np.array([8.0 * fixed_bytes(table) for table in tables]),
-        layer_bits={layer.name: np.array([sizes[layer.name] for sizes in layers]) for layer in global_table.layers},
-        model_bits=8.0 * droppable_bytes(global_table),
-    )

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
+from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
+from feddd.core.units import Units
 
 Floats = NDArray[np.float64]
 
@@ -60,6 +62,26 @@ class Fleet:
     def heterogeneous(self) -> bool:
         """Whether local models differ in size."""
         return bool((self.droppable_bits != self.droppable_bits[0]).any())
+
+
+def make_fleet(
+    uplink_bits_per_s: Floats,
+    downlink_bits_per_s: Floats,
+    compute_seconds: Floats,
+    tables: Sequence[Units],
+    global_table: Units,
+) -> Fleet:
+    """Links, devices and model sizes as a strategy sees them; tables: each client's layer table."""
+    layers = [{layer.name: 8.0 * VALUE_BYTES * layer.elements for layer in table.layers} for table in tables]
+    return Fleet(
+        uplink_bits_per_s=uplink_bits_per_s,
+        downlink_bits_per_s=downlink_bits_per_s,
+        compute_seconds=compute_seconds,
+        droppable_bits=np.array([8.0 * droppable_bytes(table) for table in tables]),
+        fixed_bits=np.array([8.0 * fixed_bytes(table) for table in tables]),
+        layer_bits={layer.name: np.array([sizes[layer.name] for sizes in layers]) for layer in global_table.layers},
+        model_bits=8.0 * droppable_bytes(global_table),
+    )
 
 
 @dataclass(frozen=True)

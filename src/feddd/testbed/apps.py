@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from feddd.core.streams import stream
 from feddd.experiments.config import Experiment
 from feddd.experiments.loading import load_experiment
-from feddd.experiments.running import build_world
+from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.names import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
 from feddd.simulation.training import Local, Samples, evaluate, train
 from feddd.strategies.protocol import Upload
-from feddd.world import models, partitions
+from feddd.world import models
 
 server = ServerApp()
 
@@ -36,7 +37,8 @@ def _of(context: Context) -> tuple[Experiment, World]:
     return _world(str(config["experiment"]), str(config["data-dir"]))
 
 
-def _model(world: World, width: int = 0) -> torch.nn.Module:
+def build_model(world: World, width: int = 0) -> torch.nn.Module:
+    """The network of the experiment, or one of its sub-models, as the simulator starts it."""
     return models.build(world.model, world.dataset.image_shape, world.dataset.classes, width, seed=world.seed)
 
 
@@ -46,7 +48,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     experiment, world = _of(context)
     section = next(one for one in experiment.strategy if one.label == config["strategy"])
-    modules = [_model(world, width) for width in range(models.widths(world.model))]
+    modules = [build_model(world, width) for width in range(models.widths(world.model))]
     out = Path(str(config["out"]))
     evaluations: dict[int, dict[str, Any]] = {}
 
@@ -66,7 +68,7 @@ def main(grid: Grid, context: Context) -> None:
         seed=world.seed,
         deadline_seconds=float(config["deadline-seconds"]),
         min_clients=len(world.parts),
-        links=_links(world) if config["fixed-links"] else None,
+        links=links_of(world) if config["fixed-links"] else None,
         checkpoint=out / "server.safetensors",
         on_round=note,
     )
@@ -74,7 +76,8 @@ def main(grid: Grid, context: Context) -> None:
     strategy.start(grid, arrays, int(config["rounds"]), evaluate_fn=test)
 
 
-def _links(world: World) -> FixedLinks:
+def links_of(world: World) -> FixedLinks:
+    """What the simulator knows about its fleet."""
     devices = world.devices
     rows = zip(devices.uplink_bits_per_s, devices.downlink_bits_per_s, devices.compute_seconds, strict=True)
     return FixedLinks(
@@ -119,16 +122,14 @@ def _client(upload: Upload, facts: RoundFacts) -> dict[str, Any]:
 
 
 def _label_counts(context: Context) -> list[int]:
-    _, world = _of(context)
-    data = world.dataset
-    counts = partitions.label_counts(data.train_labels, list(world.parts), data.classes)
-    return [int(count) for count in counts[int(context.node_config["partition-id"])]]
+    counts: list[int] = label_counts_of(_of(context)[1])[int(context.node_config["partition-id"])].tolist()
+    return counts
 
 
 def _mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """feddd_mod for the model of the run's experiment."""
     _, world = _of(context)
-    makers = [lambda width=width: _model(world, width) for width in range(models.widths(world.model))]
+    makers = [lambda width=width: build_model(world, width) for width in range(models.widths(world.model))]
     return feddd_mod(makers, label_counts=_label_counts)(message, context, call_next)
 
 
@@ -136,25 +137,30 @@ client = ClientApp(mods=[_mod])
 
 
 @client.train()
-def train_locally(message: Message, context: Context) -> Message:
-    """The reference loop on this client's own samples, with the simulator's batches."""
+def train_fn(message: Message, context: Context) -> Message:
+    """Full model in, full model out."""
     _, world = _of(context)
-    number = int(context.node_config["partition-id"])
-    model = _model(world, number % models.widths(world.model))
-    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    data, part = world.dataset, world.parts[number]
+    state = message.content.array_records["arrays"].to_torch_state_dict()
+    number = int(str(message.content.config_records["config"]["server-round"]))
+    after, metrics = train_client(world, int(context.node_config["partition-id"]), number, state)
+    content = RecordDict({"arrays": ArrayRecord(after), "metrics": MetricRecord(metrics)})
+    return Message(content, reply_to=message)
+
+
+def train_client(
+    world: World, client: int, number: int, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, int | float | list[int] | list[float]]]:
+    """The reference loop on one client's samples, with the simulator's batches of this round; model and metrics."""
+    model = build_model(world, client % models.widths(world.model))
+    model.load_state_dict(state)
+    data, part = world.dataset, world.parts[client]
     scale, shift = (torch.from_numpy(each)[:, None, None] for each in (data.scale, data.shift))
     images, labels = (torch.from_numpy(each[part]) for each in (data.train_images, data.train_labels))
-    round_number = message.content.config_records["config"]["server-round"]
-    rng = stream(world.seed, "batches", int(str(round_number)), number)
+    local = Local(0, len(part), stream(world.seed, "batches", number, client))
     with single_thread():
-        losses = train(model, Samples(images, labels, scale, shift), Local(0, len(part), rng), world.training).double()
-    metrics = MetricRecord(
-        {
-            "train_loss": float(losses.mean()),
-            "num-examples": len(part),
-            "oort-statistic": float(losses.square().mean().sqrt()),
-        }
-    )
-    content = RecordDict({"arrays": ArrayRecord(dict(model.state_dict())), "metrics": metrics})
-    return Message(content, reply_to=message)
+        losses = train(model, Samples(images, labels, scale, shift), local, world.training).double()
+    return dict(model.state_dict()), {
+        "train_loss": float(losses.mean()),
+        "num-examples": len(part),
+        "oort-statistic": float(losses.square().mean().sqrt()),
+    }

@@ -22,6 +22,7 @@ from feddd.simulation.simulator import ClientRow, RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap
 from feddd.testbed.namespaces import SERVER_ADDRESS, Network
+from feddd.world import models
 
 APP = Path(__file__).parent / "app"
 POLL_SECONDS = 2.0
@@ -93,7 +94,7 @@ def _deploy(world: World, folder: Path, options: Options, network: Network | Non
     configs: list[dict[str, str | int | float]] = [
         {
             "partition-id": n,
-            "sub-model": 0,
+            "sub-model": n % models.widths(world.model),
             "feddd-store": str(folder / "stores" / str(n)),
             "uplink-bits-per-s": up,
             "downlink-bits-per-s": down,

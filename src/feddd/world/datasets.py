@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from feddd.errors import InputError, nearest
+from feddd.files import user_cache
 
 CIFAR_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST_FILE = "test_batch.bin"
@@ -214,11 +215,8 @@ def is_bundled(name: str) -> bool:
 def search_folders(data_dir: Path | None = None) -> list[Path]:
     """The folders data is looked for in, first come first served; the first is also where a fetch puts it."""
     given = [data_dir] if data_dir is not None else []
-    # A relative XDG_CACHE_HOME is to be ignored, says the XDG specification.
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = xdg if xdg.is_absolute() else Path.home() / ".cache"
     named = [Path(os.environ["FEDDD_DATA"]).expanduser()] if os.environ.get("FEDDD_DATA") else []
-    return [*given, *named, cache / "feddd"]
+    return [*given, *named, user_cache()]
 
 
 def holds(spec: Spec, folder: Path) -> bool:
