@@ -21,8 +21,8 @@ from feddd.flower.registry import Member
 from feddd.strategies.oort import Pacer
 from feddd.strategies.protocol import ServerState
 
-FORMAT = 1
-_ARRAYS = ("losses", "oort_statistics", "samples", "label_coverage", "last_round")
+FORMAT = 2
+_ARRAYS = ("losses", "oort_statistics", "samples", "label_coverage", "kept_shares", "last_round")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from feddd.errors import RunError
 from feddd.flower.names import Grid, Message
 
 POLL_SECONDS = 0.5
-NODES_A_POLL = 10
+NODES_A_POLL = 4
 """With more nodes than this each is asked less often, so that the SuperLink is not asked more."""
 PATIENCE = 10.0
 """A round below its quorum goes on after the deadline, for so many deadlines at most."""

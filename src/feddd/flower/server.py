@@ -40,6 +40,8 @@ from feddd.flower.rounds import Answer, exchange
 from feddd.strategies.protocol import Plan, ServerState, Task, Upload, start
 from feddd.strategies.protocol import Strategy as Method
 
+HELLO_SECONDS = 90.0
+
 logger = getLogger("feddd.flower")
 
 
@@ -152,9 +154,9 @@ class Server:
             content = RecordDict()
             write_record(content, ORDER, Order("hello"))
             messages[node] = Message(content, node, MessageType.TRAIN, ttl=self._deadline_seconds)
-        found = exchange(
-            grid, messages, deadline_seconds=self._deadline_seconds, quorum=1, poll_seconds=self._poll_seconds
-        )
+        # Whoever does not say who it is soon is asked again before the next round.
+        seconds = min(HELLO_SECONDS, self._deadline_seconds)
+        found = exchange(grid, messages, deadline_seconds=seconds, quorum=1, poll_seconds=self._poll_seconds)
         # By name, so that the order in which nodes happen to answer decides nothing.
         reports = {node: report for node, answer in found.items() if (report := self._introduced(node, answer))}
         for node, report in sorted(reports.items(), key=lambda item: _natural(item[1].client)):

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from feddd.simulation.differences import Arrays, Download
 from feddd.simulation.kept import KeptArrays
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.shard import Arrays, ShardResult, ShardSpec, merge_partials
+from feddd.simulation.shard import ShardResult, ShardSpec, merge_partials
 from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
@@ -35,7 +36,7 @@ class _Round:
 
     number: int
     tasks: Sequence[Sequence[Task]]
-    model: Arrays
+    download: Download
 
 
 class Engine:
@@ -81,7 +82,7 @@ class Engine:
         self._forget_the_past()
         self._call("reset", [()] * len(self._workers))
 
-    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
+    def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
         """One round: all uploads in client order, and the sums of all blocks."""
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
@@ -91,9 +92,9 @@ class Engine:
         elif len(self._rounds) == REPLAY:
             self._snapshots = self._call("snapshot", [()] * len(self._workers))
             self._rounds = []
-        shared = self._backend.share(model)
+        shared = self._backend.share(download)
         answers: list[ShardResult] = self._call("train", [(number, batch, shared) for batch in mine])
-        self._rounds.append(_Round(number, mine, model))
+        self._rounds.append(_Round(number, mine, download))
         uploads = sorted((upload for answer in answers for upload in answer.uploads), key=lambda upload: upload.client)
         partials = {node: partial for answer in answers for node, partial in answer.partials.items()}
         parts = {part for answer in answers for part in answer.seconds}
@@ -141,7 +142,7 @@ class Engine:
             try:
                 self._ask(worker, "restore", self._snapshots[place])
                 for past in self._rounds:
-                    self._ask(worker, "train", past.number, past.tasks[place], self._backend.share(past.model))
+                    self._ask(worker, "train", past.number, past.tasks[place], self._backend.share(past.download))
                 return self._ask(worker, method, *arguments)
             except WorkerDied as again:
                 death = again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ from feddd.core import latency
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
+from feddd.core.payload import coverage_size
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
+from feddd.simulation.differences import Download
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
@@ -28,7 +31,8 @@ from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
-from feddd.strategies.protocol import ServerState, Strategy, Upload, make_fleet, start
+from feddd.strategies.protocol import Plan, ServerState, Strategy, Upload, make_fleet, start
+from feddd.strategies.reference import Sending, holding, sending
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -156,7 +160,8 @@ class Simulation:
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
-            result = self._engine.train(number, plan.tasks, to_arrays(state.model))
+            sent = sending(state, plan, self.units, self.world.seed)
+            result = self._engine.train(number, plan.tasks, self._download(state, plan, sent))
             uploads = result.uploads
             watch.lap("train")
             if not any(upload.status == "ok" for upload in uploads):
@@ -167,6 +172,7 @@ class Simulation:
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
+            state = dataclasses.replace(state, reference=holding(sent, uploads))
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
@@ -179,6 +185,17 @@ class Simulation:
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
+
+    def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
+        if sent.reference is None:
+            return Download(to_arrays(sent.model))
+        sizes = {
+            task.client: sent.download_bytes(task, self._tables[self._width_of[task.client]])
+            + (coverage_size(self._tables[self._width_of[task.client]]) if task.coverage else 0)
+            for task in plan.tasks
+        }
+        own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
+        return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
 
     def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
         """The new global model, and how far the masks moved it from the full average."""

@@ -22,6 +22,7 @@ from feddd.simulation.simulator import ClientRow, RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap
 from feddd.testbed.namespaces import SERVER_ADDRESS, Network
+from feddd.testbed.reaper import Reaper
 from feddd.world import models
 
 APP = Path(__file__).parent / "app"
@@ -66,8 +67,9 @@ def run_testbed(
     begin_folder(folder, experiment)
     deployment_folder = folder / "deployment"
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(_rates(world))) if options.shaping else None
-        deployment = stack.enter_context(_deploy(world, deployment_folder, options, network))
+        reaper = stack.enter_context(Reaper())
+        network = stack.enter_context(Network(_rates(world), reaper=reaper)) if options.shaping else None
+        deployment = stack.enter_context(_deploy(world, deployment_folder, options, network, reaper))
         tables = stack.enter_context(Tables(folder, seed=experiment.seed))
         tables.write_partition(label_counts_of(world))
         wire = {}
@@ -90,7 +92,7 @@ def _rates(world: World) -> list[tuple[float, float]]:
     return [(float(u), float(d)) for u, d in zip(devices.uplink_bits_per_s, devices.downlink_bits_per_s, strict=True)]
 
 
-def _deploy(world: World, folder: Path, options: Options, network: Network | None) -> Deployment:
+def _deploy(world: World, folder: Path, options: Options, network: Network | None, reaper: Reaper) -> Deployment:
     configs: list[dict[str, str | int | float]] = [
         {
             "partition-id": n,
@@ -103,7 +105,7 @@ def _deploy(world: World, folder: Path, options: Options, network: Network | Non
     ]
     wrap = cast("Wrap", network.wrap) if network else (lambda _, command: list(command))
     address = SERVER_ADDRESS if network else "127.0.0.1"
-    return Deployment(folder, configs, address=address, secure=not options.insecure, wrap=wrap)
+    return Deployment(folder, configs, address=address, secure=not options.insecure, wrap=wrap, reaper=reaper)
 
 
 def _traffic(network: Network | None, clients: int) -> list[tuple[int, int]]:
