@@ -29,12 +29,11 @@ def test_what_is_watched_and_not_forgotten_is_left_over() -> None:
 
 
 def test_processes_do_not_outlive_an_owner_that_was_killed() -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout
-    watched, forgotten = map(int, owner.stdout.readline().split())
-    try:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        watched, forgotten = map(int, owner.stdout.readline().split())
         owner.kill()
-        owner.wait()
+    try:
         for _ in range(200):
             if not _runs(watched):
                 break
