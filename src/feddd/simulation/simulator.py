@@ -16,6 +16,7 @@ from feddd.core import latency
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
+from feddd.core.payload import pack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
@@ -24,6 +25,7 @@ from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.standing import Standing, kept_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
@@ -147,12 +149,17 @@ class Simulation:
     def __exit__(self, *_: object) -> None:
         self._engine.close()
 
-    def run(self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1) -> Iterator[RoundRecord]:
-        """Simulate the rounds, yielding one record after each."""
-        self._engine.reset()
-        state = start(self.initial, len(self.fleet))
-        clock_seconds = 0.0
-        for number in range(1, rounds + 1):
+    def run(
+        self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1, after: Standing | None = None
+    ) -> Iterator[RoundRecord]:
+        """Simulate the rounds, yielding one record after each; after: where an earlier run of the same stood."""
+        state, clock_seconds = start(self.initial, len(self.fleet)), 0.0
+        if after is None:
+            self._engine.reset()
+        else:
+            state, clock_seconds = after.state, after.clock_seconds
+            self._engine.restore(kept_arrays(after, [self._tables[width] for width in self._width_of]))
+        for number in range(state.round + 1, rounds + 1):
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
@@ -179,6 +186,22 @@ class Simulation:
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
+
+    def standing(self, record: RoundRecord, holding: Sequence[int]) -> Standing:
+        """Where a run stands after its latest record; holding: the clients of `holding`, whose own values go along."""
+        kept = self._engine.snapshot() if holding else {}
+        return Standing(record.state, record.clock_seconds, {client: kept[client][1] for client in holding})
+
+    def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
+        """The clients whose own values the coming rounds build on; nobody if all of them get the full model next."""
+        plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
+        replaced = {task.client for task in plan.tasks if task.download is None}
+        full = {width: pack_mask(table.full_mask(), table) for width, table in enumerate(self._tables)}
+        return [
+            client
+            for client, mask in enumerate(state.masks)
+            if mask is not None and mask != full[self._width_of[client]] and client not in replaced
+        ]
 
     def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
         """The new global model, and how far the masks moved it from the full average."""

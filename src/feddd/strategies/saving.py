@@ -1,0 +1,86 @@
+"""A server's state as tensors and a JSON document, and back: what the checkpoints of simulator and deployment share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from feddd.errors import InputError
+from feddd.strategies.oort import Pacer
+from feddd.strategies.protocol import ServerState
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""What `unpack_state` raises for something that `pack_state` never made."""
+_ARRAYS = ("losses", "oort_statistics", "samples", "label_coverage", "last_round")
+
+
+class CannotBeSaved(InputError):
+    """A strategy's memory is something that a file cannot hold."""
+
+
+def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and a document that JSON can hold; the tensors share memory with the state."""
+    tensors = {f"model.{name}": tensor.detach().contiguous() for name, tensor in state.model.items()}
+    tensors |= {f"state.{name}": torch.from_numpy(np.array(getattr(state, name))) for name in _ARRAYS}
+    document = {
+        "round": state.round,
+        "masks": [None if mask is None else mask.hex() for mask in state.masks],
+        "memory": _memory(state.memory),
+    }
+    return tensors, document
+
+
+def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], like: Mapping[str, Tensor]) -> ServerState:
+    """The inverse, or one of MALFORMED; `like` is the model that it has to fit."""
+    model = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    if _form(model) != _form(like):
+        raise ValueError("belongs to another model")
+    return ServerState(
+        round=document["round"],
+        # In the same order and memory layout, so that whatever is computed from it is the same to the bit.
+        model={name: torch.empty_like(other).copy_(model[name]) for name, other in like.items()},
+        masks=tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"]),
+        memory=_remembered(document["memory"]),
+        **{name: tensors[f"state.{name}"].numpy() for name in _ARRAYS},
+    )
+
+
+def _form(model: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
+
+
+def _memory(memory: object) -> dict[str, Any] | None:
+    """What one method remembers besides: Oort's pacer, or anything that comes back from JSON as it was."""
+    if memory is None:
+        return None
+    if isinstance(memory, Pacer):
+        return {"pacer": dataclasses.asdict(memory)}
+    if _is_plain(memory):
+        return {"plain": memory}
+    raise CannotBeSaved(
+        f"a checkpoint cannot hold the memory of this strategy ({type(memory).__name__}); "
+        "None, numbers, strings, lists and dicts with string keys can be saved"
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Exact types: a tuple, a subclass or a number of NumPy's would come back as something else."""
+    if type(value) is list:
+        return all(_is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _remembered(document: Mapping[str, Any] | None) -> object:
+    if document is None:
+        return None
+    if "plain" in document:
+        return document["plain"]
+    pacer = document["pacer"]
+    return Pacer(pacer["percentile"], tuple(pacer["gained"]))
