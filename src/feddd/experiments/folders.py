@@ -129,8 +129,13 @@ def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Pa
 
 def begin_folder(folder: Path, experiment: Experiment, about: Mapping[str, Any] | None = None) -> None:
     """What a run's folder holds from the start: where it runs, and the resolved config."""
-    _write_text(folder / "environment.json", to_json(about or environment(experiment.seed)))
+    write_environment(folder, about or environment(experiment.seed))
     _write_text(folder / "config.toml", experiment.to_toml())
+
+
+def write_environment(folder: Path, about: Mapping[str, Any]) -> None:
+    """environment.json"""
+    _write_text(folder / "environment.json", to_json(about))
 
 
 def environment(seed: int) -> dict[str, Any]:
@@ -166,8 +171,9 @@ def _commit() -> str | None:
 
 def report_so_far(folder: Path) -> None:
     """A page about a run that goes on, which loads itself again when it is open."""
-    # Where there is no room for the page there may be for the tables, which are what counts.
-    with contextlib.suppress(OSError):
+    # Where there is no room for the page there may be for the tables, which are what counts; and a table that was
+    # damaged before the run was resumed is written anew.
+    with contextlib.suppress(OSError, InputError):
         write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
-from feddd.experiments.folders import model_file, versions
+from feddd.experiments.folders import environment, model_file, versions, write_environment
 from feddd.experiments.results import CHECKPOINTS, read_table
 from feddd.experiments.tables import Rows
 from feddd.simulation.simulator import Simulation
@@ -93,11 +93,13 @@ def _is_finished(folder: Path, label: str, tables: dict[str, Any], rounds: int) 
     )
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Files that were being written when the run was killed."""
+def tidy(folder: Path, experiment: Experiment) -> None:
+    """Remove what was being written when the run was killed, and replace an environment.json that was lost."""
     for path in [*folder.iterdir(), *(folder / CHECKPOINTS).glob("*")]:
         if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_file():
             path.unlink(missing_ok=True)
+    if not _document(folder / "environment.json"):
+        write_environment(folder, environment(experiment.seed))
 
 
 @contextlib.contextmanager

@@ -32,8 +32,8 @@ from feddd.experiments.resuming import (
     check_identity,
     finished_strategies,
     identity,
-    remove_leftovers,
     resumable,
+    tidy,
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.processes import WorkerPool
@@ -111,7 +111,7 @@ def resume(
         return load_results(folder)
     with Lock(folder), resumable(folder):
         experiment = load_experiment(folder / "config.toml")
-        remove_leftovers(folder)
+        tidy(folder, experiment)
         finished, rows = finished_strategies(folder, experiment)
         if len(finished) < len(experiment.strategy):
             options = _options(workers, engine, ray_address, state_dir, wire, pool)

@@ -48,9 +48,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         **state,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Tied tensors are written once each: the format does not share memory.
-    untied = {name: tensor.clone() for name, tensor in tensors.items()}
-    write_atomically(path, save(untied, {"feddd": json.dumps(document)}))
+    write_atomically(path, save(tensors, {"feddd": json.dumps(document)}))
 
 
 def load_checkpoint(path: Path, like: Mapping[str, Tensor]) -> Checkpoint:

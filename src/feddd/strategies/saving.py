@@ -24,8 +24,12 @@ class CannotBeSaved(InputError):
 
 
 def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and a document that JSON can hold; the tensors share memory with the state."""
-    tensors = {f"model.{name}": tensor.detach().contiguous() for name, tensor in state.model.items()}
+    """Tensors, none of which share memory with each other, and a document that JSON can hold."""
+    first: dict[int, str] = {}
+    tensors = {}
+    for name, tensor in state.model.items():
+        tied = first.setdefault(tensor.data_ptr() or id(tensor), name) != name
+        tensors[f"model.{name}"] = tensor.detach().clone() if tied else tensor.detach().contiguous()
     tensors |= {f"state.{name}": torch.from_numpy(np.array(getattr(state, name))) for name in _ARRAYS}
     document = {
         "round": state.round,
