@@ -55,6 +55,7 @@ class Checkpoints:
         self._cheap_seconds, self._dear_seconds = FIRST_SECONDS, 0.0
         self._latest = time.monotonic()
         self._possible = True
+        self.written = 0
 
     def find(self, like: Mapping[str, Tensor]) -> tuple[Standing | None, list[Rows]]:
         """The latest one that is whole, and the rows up to it; like: the strategy's model."""
@@ -119,6 +120,7 @@ class Checkpoints:
         digest = hashlib.sha256(content).hexdigest()[:32]
         write_atomically(self._folder / f"{self._place}-{standing.state.round}-{digest}.safetensors", content)
         sync_folder(self._folder)
+        self.written += 1
         for path in sorted(self._files(), key=_round, reverse=True)[KEEP:]:
             path.unlink()
 
