@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "reporting"}
+MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_run", "reporting"}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],
@@ -73,6 +73,10 @@ PROMISED = {
     "load_experiment": ["path_or_name", "overrides", "base"],
     "load_results": ["path"],
     "payload_size": ["mask", "like", "*units", "*bits"],
+    "resume": [
+        *("folder", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds"),
+    ],
     "run": [
         *(
             "experiment",
@@ -85,6 +89,7 @@ PROMISED = {
             "*watch",
             "*wire",
             "*pool",
+            "*checkpoint_seconds",
         ),
     ],
     "select": ["before", "after", "dropout", "*selector", "*coverage", "*rng", "*units", "*always_send"],

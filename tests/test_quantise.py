@@ -19,7 +19,7 @@ from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Plan, Reference, Task, start
-from feddd.strategies.reference import Sending, holding, sending
+from feddd.strategies.reference import Sending, reference_after, sending
 from test_payload import masks, net
 from worlds import experiment
 
@@ -169,7 +169,7 @@ def _after(state: Any, sent: Sending, model: Any, ok: list[int]) -> Any:
     from feddd.strategies.protocol import Upload
 
     return dataclasses.replace(
-        state, round=state.round + 1, model=model, reference=holding(sent, [Upload(client) for client in ok])
+        state, round=state.round + 1, model=model, reference=reference_after(sent, [Upload(client) for client in ok])
     )
 
 

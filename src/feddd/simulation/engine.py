@@ -82,6 +82,19 @@ class Engine:
         self._forget_the_past()
         self._call("reset", [()] * len(self._workers))
 
+    def snapshot(self) -> dict[int, KeptArrays]:
+        """What every client keeps; a worker that is lost later is rebuilt from here."""
+        self._snapshots = self._call("snapshot", [()] * len(self._workers))
+        self._rounds = []
+        return {client: kept for snapshot in self._snapshots for client, kept in snapshot.items()}
+
+    def restore(self, kept: Mapping[int, KeptArrays]) -> None:
+        """Go on from what the clients kept, whoever owned them then."""
+        self._rounds = []
+        places = range(len(self._workers))
+        self._snapshots = [{n: own for n, own in kept.items() if self._owner[n] == place} for place in places]
+        self._call("restore", [(own,) for own in self._snapshots])
+
     def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
         """One round: all uploads in client order, and the sums of all blocks."""
         mine: list[list[Task]] = [[] for _ in self._workers]
@@ -90,8 +103,7 @@ class Engine:
         if sum(task.download is None for task in tasks) == len(self._owner):
             self._forget_the_past()
         elif len(self._rounds) == REPLAY:
-            self._snapshots = self._call("snapshot", [()] * len(self._workers))
-            self._rounds = []
+            self.snapshot()
         shared = self._backend.share(download)
         answers: list[ShardResult] = self._call("train", [(number, batch, shared) for batch in mine])
         self._rounds.append(_Round(number, mine, download))

@@ -85,7 +85,7 @@ def moved(reference: Mapping[str, Tensor], coded: Coded, table: Units) -> dict[s
     return moved | {alias: moved[name] for alias, name in table.aliases}
 
 
-def holding(sent: Sending, uploads: tuple[Upload, ...] | list[Upload]) -> Reference | None:
+def reference_after(sent: Sending, uploads: tuple[Upload, ...] | list[Upload]) -> Reference | None:
     """The reference after a round: those that trained have it."""
     reference = sent.reference
     if reference is None:

@@ -15,8 +15,9 @@ import numpy as np
 
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
+from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
-from feddd.experiments.running import begin_folder, build_world, finish_folder, label_counts_of, new_folder
+from feddd.experiments.running import build_world, label_counts_of
 from feddd.experiments.tables import Tables
 from feddd.simulation.simulator import ClientRow, RoundRecord, World
 from feddd.strategies.protocol import Upload
