@@ -37,7 +37,10 @@ class PayloadError(ValueError):
 
 
 def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = None) -> bytes:
-    """The kept units of `params` as bytes; integer tensors are not sent."""
+    """The kept units of `params` as bytes; integer tensors are not sent.
+
+    ValueError for a finite number that float32 cannot hold; what is not finite travels as it is.
+    """
     table = units_for(params, units)
     table.check_mask(mask)
     # The values are gathered right into the bytes that are returned: a copy would cost more than the gathering.
@@ -54,8 +57,19 @@ def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = 
 
 def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
     table.take(params, mask, out=torch.from_numpy(target))
+    wide = [slot.name for slot in table.slots if params[slot.name].dtype == torch.float64]
+    if wide and not np.isfinite(target).all():
+        _refuse_overflow(target, table, params, mask)
     if sys.byteorder == "big":
         target.byteswap(inplace=True)
+
+
+def _refuse_overflow(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
+    exact = torch.empty(len(target), dtype=torch.float64)
+    table.take({slot.name: params[slot.name].detach().double() for slot in table.slots}, mask, out=exact)
+    too_large = exact[exact.isfinite() & torch.from_numpy(target).isinf()]
+    if len(too_large):
+        raise ValueError(f"the parameters hold {too_large[0].item():g}, which is more than float32 can carry")
 
 
 def decode(
@@ -71,6 +85,9 @@ def decode(
         raise PayloadError("the payload holds a value that is not finite")
     dense = table.zeros_like(like)
     table.put(dense, mask, values)
+    narrow = [dense[slot.name] for slot in table.slots if dense[slot.name].element_size() < VALUE_BYTES]
+    if finite and not all(bool(tensor.isfinite().all()) for tensor in narrow):
+        raise PayloadError("the payload holds a value that is not finite in the receiver's precision")
     return dense, mask
 
 

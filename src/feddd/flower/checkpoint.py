@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from feddd.errors import InputError
-from feddd.files import write_atomically
+from feddd.files import parse_json, write_atomically
 from feddd.flower.registry import Member
 from feddd.strategies.oort import Pacer
 from feddd.strategies.protocol import ServerState
@@ -62,25 +63,50 @@ def load_checkpoint(path: Path, like: Mapping[str, Tensor]) -> Checkpoint:
     """Read it back; `like` is the model that it has to fit."""
     try:
         with safe_open(path, framework="pt") as file:
-            document: dict[str, Any] = json.loads((file.metadata() or {})["feddd"])
+            document = parse_json((file.metadata() or {})["feddd"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{path} is not a checkpoint that can be read: {error}") from error
     if document.get("format") != FORMAT:
-        raise InputError(f"{path} has checkpoint format {document.get('format')}, not {FORMAT}")
+        raise InputError(f"{path} has checkpoint format {document.get('format')!r:.80}, not {FORMAT}")
     model = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    if {name: tensor.shape for name, tensor in model.items()} != {name: tensor.shape for name, tensor in like.items()}:
+    if _table_of(model) != _table_of(like):
         raise InputError(f"{path} belongs to another model")
-    arrays = {name: tensors[f"state.{name}"].numpy() for name in _ARRAYS}
-    state = ServerState(
-        round=document["round"],
-        model=model,
-        masks=tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"]),
-        memory=_remembered(document["memory"]),
-        **arrays,
-    )
+    try:
+        found = _checkpoint(document, model, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} is not a checkpoint that can be read: {type(error).__name__} {error}") from error
+    return found
+
+
+def _checkpoint(document: dict[str, Any], model: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """Every part with its type and its length; what it says of clients is believed no more than their own words."""
     members = tuple(Member(**member) for member in document["members"])
-    return Checkpoint(document["token"], document["clock_seconds"], members, tuple(document["versions"]), state)
+    for member in members:
+        _expect(type(member.name) is str and type(member.sub_model) is int and member.sub_model >= 0, "members")
+    arrays = {name: tensors[f"state.{name}"].numpy() for name in _ARRAYS}
+    for name, array in arrays.items():
+        kind = np.int64 if name == "last_round" else np.float64
+        _expect(array.dtype == kind and array.shape == (len(members),) and not np.isinf(array).any(), name)
+    masks = tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"])
+    versions = tuple(document["versions"])
+    _expect(len(masks) == len(versions) == len(members) and all(type(one) is str for one in versions), "versions")
+    token, clock_seconds, number = (document[key] for key in ("token", "clock_seconds", "round"))
+    _expect(type(token) is str and type(number) is int and number >= 0, "round")
+    _expect(type(clock_seconds) is float and 0 <= clock_seconds < math.inf, "clock_seconds")
+    memory = _remembered(document["memory"])
+    return Checkpoint(
+        token, clock_seconds, members, versions, ServerState(number, model, masks, memory=memory, **arrays)
+    )
+
+
+def _table_of(model: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, bool]]:
+    return {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in model.items()}
+
+
+def _expect(right: bool, what: str) -> None:
+    if not right:
+        raise ValueError(f"its {what} make no sense")
 
 
 def _memory(memory: object) -> dict[str, Any] | None:
@@ -95,5 +121,7 @@ def _memory(memory: object) -> dict[str, Any] | None:
 def _remembered(document: dict[str, Any] | None) -> object:
     if document is None:
         return None
-    pacer = document["pacer"]
-    return Pacer(pacer["percentile"], tuple(pacer["gained"]))
+    percentile, gained = document["pacer"]["percentile"], tuple(document["pacer"]["gained"])
+    _expect(type(percentile) is float and 0 <= percentile <= 100, "pacer")
+    _expect(all(type(one) in (int, float) and math.isfinite(one) for one in gained), "pacer")
+    return Pacer(percentile, gained)

@@ -1,0 +1,99 @@
+"""What a run's folder must look like before anything is made of it: it may come from a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+# A table may have so many rows for every byte of its file, and a few without: real ones have less than one. A file of
+# a few bytes can announce billions, all the same.
+ROWS_PER_BYTE, ROWS_BESIDES = 20, 100_000
+_MOST_CHARACTERS = 1000
+_MOST_INTEGER, _MOST_NUMBER = 2**53, 1e30
+# What names a row; everything else is null where it is not known.
+_NEEDED = {"strategy", "seed", "round", "client", "status", "label"}
+
+
+class _Strategy(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    label: str
+    participation: float = 1.0
+
+
+class _Config(BaseModel):
+    """Of a resolved config, what tables and pages are made from; other versions may have other keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    seed: int
+    rounds: int
+    targets: list[Annotated[float, Field(gt=0, le=1)]]
+    data: dict[str, Any] = {}
+    fleet: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    strategy: Annotated[list[_Strategy], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _labels_are_unique(self) -> _Config:
+        if len({one.label for one in self.strategy}) < len(self.strategy):
+            raise ValueError("two strategies have the same label")
+        return self
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """ValueError if a resolved config lacks what tables and pages are made from."""
+    try:
+        _Config.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"config.toml, {key or 'as a whole'}: {first['msg']}") from None
+
+
+def read_checked(path: Path, schema: Any) -> Any:
+    """The table with exactly these columns; ValueError, OSError or ArrowException if it is not one of ours."""
+    texts = [field.name for field in schema if field.type == pa.string()]
+    # Texts as a dictionary: one long text a million times over stays one until its length is known.
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
+        _check_size(file.metadata, path)
+        found = file.schema_arrow
+        for field in schema:
+            at = found.get_field_index(field.name)  # −1 also where there are two
+            kind = found.field(at).type if at >= 0 else None
+            if (pa.dictionary(pa.int32(), pa.string()) if field.name in texts else field.type) != kind:
+                raise ValueError(f"{path.name}: the column {field.name} is {kind or 'missing'}, not {field.type}")
+        table = file.read(columns=schema.names).select(schema.names)
+    for field in schema:
+        if problem := _problem(table[field.name], field):
+            raise ValueError(f"{path.name}: {field.name} {problem}")
+    return table.cast(schema)
+
+
+def _check_size(metadata: Any, path: Path) -> None:
+    """Nothing is read before the file's own numbers agree with each other and with its size."""
+    size = path.stat().st_size
+    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+    values = [group.column(at).num_values for group in groups for at in range(group.num_columns)]
+    most = ROWS_BESIDES + ROWS_PER_BYTE * size
+    if sum(group.num_rows for group in groups) != metadata.num_rows or max(values, default=0) > metadata.num_rows:
+        raise ValueError(f"{path.name}: its parts do not add up to {metadata.num_rows} rows")
+    if not 0 <= metadata.num_rows <= most:
+        raise ValueError(f"{path.name} announces {metadata.num_rows} rows in {size} bytes")
+
+
+def _problem(column: Any, field: Any) -> str | None:
+    if column.null_count and field.name in _NEEDED:
+        return "is null"
+    if field.type == pa.string():
+        longest = max((pc.max(pc.utf8_length(chunk.dictionary)).as_py() or 0 for chunk in column.chunks), default=0)
+        return f"has {longest} characters" if longest > _MOST_CHARACTERS else None
+    most = _MOST_INTEGER if field.type == pa.int64() else _MOST_NUMBER
+    within = pc.less_equal(pc.abs(column.drop_null().cast(pa.float64(), safe=False)), most)
+    return None if pc.all(within, min_count=0).as_py() else f"is not finite, or larger than {most:g}"
