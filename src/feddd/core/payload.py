@@ -144,7 +144,7 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
     header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
     if len(data) != coverage_size(table) or data[: _HEADER.size] != header:
         raise PayloadError("this is not the coverage of this model's units")
-    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float64))
+    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float32)).double()
     if not bool(((flat > 0) & (flat <= 1)).all()):
         raise PayloadError("a unit's coverage must lie above 0 and at most at 1")
     return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))

@@ -59,40 +59,38 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def read_checked(path: Path, schema: Any) -> Any:
     """The table with exactly these columns; ValueError, OSError or ArrowException if it is not one of ours."""
+    most = ROWS_BESIDES + ROWS_PER_BYTE * path.stat().st_size
     texts = [field.name for field in schema if field.type == pa.string()]
-    # Texts as a dictionary: one long text a million times over stays one until its length is known.
-    with pq.ParquetFile(path, read_dictionary=texts) as file:
-        _check_size(file.metadata, path)
-        found = file.schema_arrow
-        for field in schema:
-            at = found.get_field_index(field.name)  # −1 also where there are two
-            kind = found.field(at).type if at >= 0 else None
-            if (pa.dictionary(pa.int32(), pa.string()) if field.name in texts else field.type) != kind:
-                raise ValueError(f"{path.name}: the column {field.name} is {kind or 'missing'}, not {field.type}")
-        table = file.read(columns=schema.names).select(schema.names)
-    for field in schema:
-        if problem := _problem(table[field.name], field):
-            raise ValueError(f"{path.name}: {field.name} {problem}")
-    return table.cast(schema)
-
-
-def _check_size(metadata: Any, path: Path) -> None:
-    """Nothing is read before the file's own numbers agree with each other and with its size."""
-    size = path.stat().st_size
-    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
-    values = [group.column(at).num_values for group in groups for at in range(group.num_columns)]
-    most = ROWS_BESIDES + ROWS_PER_BYTE * size
-    if sum(group.num_rows for group in groups) != metadata.num_rows or max(values, default=0) > metadata.num_rows:
-        raise ValueError(f"{path.name}: its parts do not add up to {metadata.num_rows} rows")
-    if not 0 <= metadata.num_rows <= most:
-        raise ValueError(f"{path.name} announces {metadata.num_rows} rows in {size} bytes")
+    wanted = [pa.dictionary(pa.int32(), pa.string()) if field.name in texts else field.type for field in schema]
+    try:
+        # Texts as a dictionary: one long text a million times over stays one until its length is known.
+        file = pq.ParquetFile(path, read_dictionary=texts)
+    except KeyError as error:
+        raise ValueError(f"{path.name} has no column {error}") from None
+    with file:
+        for field, kind in zip(schema, wanted, strict=True):
+            at = file.schema_arrow.get_field_index(field.name)  # −1 also where there are two
+            found = file.schema_arrow.field(at).type if at >= 0 else None
+            if found != kind:
+                raise ValueError(f"{path.name}: the column {field.name} is {found or 'missing'}, not {field.type}")
+        batches, rows = [], 0
+        # What the file says of its own size is not asked: pyarrow ends the process over some lies there.
+        for batch in file.iter_batches(columns=schema.names):
+            rows += batch.num_rows
+            if rows > most:
+                raise ValueError(f"{path.name} holds more than {most} rows in {path.stat().st_size} bytes")
+            for field in schema:
+                if problem := _problem(batch.column(field.name), field):
+                    raise ValueError(f"{path.name}: {field.name} {problem}")
+            batches.append(batch.select(schema.names).cast(schema))
+    return pa.Table.from_batches(batches, schema=schema)
 
 
 def _problem(column: Any, field: Any) -> str | None:
     if column.null_count and field.name in _NEEDED:
         return "is null"
     if field.type == pa.string():
-        longest = max((pc.max(pc.utf8_length(chunk.dictionary)).as_py() or 0 for chunk in column.chunks), default=0)
+        longest = pc.max(pc.utf8_length(column.dictionary)).as_py() or 0
         return f"has {longest} characters" if longest > _MOST_CHARACTERS else None
     most = _MOST_INTEGER if field.type == pa.int64() else _MOST_NUMBER
     within = pc.less_equal(pc.abs(column.drop_null().cast(pa.float64(), safe=False)), most)

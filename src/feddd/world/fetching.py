@@ -34,7 +34,7 @@ MOST_BYTES = 2**29
 _REASON_CHARACTERS = 300
 
 
-class _Unavailable(Exception):
+class Unavailable(Exception):
     """A source cannot deliver; the message says why."""
 
 
@@ -87,7 +87,7 @@ def _first_genuine(name: str, spec: Spec, sources: list[Source], stage: Path) ->
             source.bring(spec, work, out)
             reason = datasets.defect(spec, out)
         except Exception as error:  # whatever a source's library raises, it is reported, and the next one is tried
-            reason = str(error) if isinstance(error, _Unavailable) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
         if reason is None:
             return out
         reasons.append(f"{source.label}: {_one_line(reason)}")
@@ -131,7 +131,7 @@ def _from_hub(spec: Spec, work: Path, out: Path, *, repository: str, image_colum
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise _Unavailable("the package `datasets` is not installed (extra `hub`)") from error
+        raise Unavailable("the package `datasets` is not installed (extra `hub`)") from error
     hub = load_dataset(repository)
     for part, split in (("train", "train"), ("t10k", "test")):
         pairs = [(np.asarray(row[image_column], np.uint8), row["label"]) for row in hub[split]]
@@ -181,7 +181,7 @@ def _from_debian(spec: Spec, work: Path, out: Path, *, package: str, folder: str
     download = ["apt-get", "download", "-qq", package]
     try:
         _run(download, work)
-    except _Unavailable:
+    except Unavailable:
         _run(["apt-get", "update", "-qq"], work)  # a fresh machine or container has no package lists yet
         _run(download, work)
     deb = _only(work.glob("*.deb"), "apt-get download left no package")
@@ -212,7 +212,7 @@ def extract(archive: Path, wanted: dict[str, Path]) -> None:
                 found.add(member.name)
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise _Unavailable(f"the archive has no file {missing[0]}")
+        raise Unavailable(f"the archive has no file {missing[0]}")
 
 
 class _Bounded:
@@ -222,25 +222,25 @@ class _Bounded:
         self._stream = stream
         self._left = MOST_BYTES
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         """The next bytes, at most so many."""
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise _Unavailable(f"it unpacks to more than {MOST_BYTES} bytes")
+            raise Unavailable(f"it unpacks to more than {MOST_BYTES} bytes")
         return data
 
 
 def _only(paths: Iterable[Path], otherwise: str) -> Path:
     found = list(paths)
     if len(found) != 1:
-        raise _Unavailable(otherwise)
+        raise Unavailable(otherwise)
     return found[0]
 
 
 def _run(command: list[str], folder: Path, stdout: Any = subprocess.DEVNULL) -> None:
     if shutil.which(command[0]) is None:
-        raise _Unavailable(f"{command[0]} is not on the PATH")
+        raise Unavailable(f"{command[0]} is not on the PATH")
     done = subprocess.run(
         command,
         cwd=folder,
@@ -253,7 +253,7 @@ def _run(command: list[str], folder: Path, stdout: Any = subprocess.DEVNULL) -> 
         check=False,
     )
     if done.returncode != 0:
-        raise _Unavailable(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr or 'no message'}")
+        raise Unavailable(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr or 'no message'}")
 
 
 def _hub(repository: str, image_column: str) -> Source:

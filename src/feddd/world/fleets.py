@@ -22,6 +22,7 @@ Range = float | tuple[float, float]
 
 REQUIRED = ("client", "uplink_bits_per_s", "downlink_bits_per_s", "compute_seconds")
 OPTIONAL = ("model_bits", "samples", "label_coverage", "loss")
+_TINY, _HUGE = 1e-30, 1e30  # beyond these no product of three of them is a number any more
 _POSITIVE = ("uplink_bits_per_s", "downlink_bits_per_s", "model_bits", "samples")
 
 
@@ -142,5 +143,7 @@ def _check_row(where: str, header: Sequence[str], row: Sequence[str]) -> dict[st
         if not math.isfinite(value) or not least_ok:
             wanted = "positive" if name in _POSITIVE else "at least 0"
             raise InputError(f"{where}: {name} is {text.strip()}; it must be finite and {wanted}")
+        if value and not _TINY <= value <= _HUGE:
+            raise InputError(f"{where}: {name} is {text.strip()}; it must lie between {_TINY:g} and {_HUGE:g}")
         values[name] = value
     return values
