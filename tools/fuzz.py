@@ -15,6 +15,7 @@ import hashlib
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -182,6 +183,7 @@ def fuzz_with_atheris(name: str, count: int, seed: int, work: Path) -> None:
         tally.feed(data)
         if tally.tried == count:
             tally.show(time.monotonic() - begun)
+            shutil.rmtree(work)  # nobody else will
 
     limits = [
         f"-runs={count}",

@@ -106,7 +106,8 @@ def _override(document: dict[str, Any], override: str) -> None:
 
 def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -> tuple[dict[str, Any], list[str]]:
     """`strategy.LABEL.key`; labels may contain dots."""
-    tables = [table for table in document["strategy"] if isinstance(table, dict)]
+    given = document["strategy"]
+    tables = [table for table in given if isinstance(table, dict)] if isinstance(given, list) else []
     by_label = {str(table.get("label", table.get("name"))): table for table in tables}
     label, key = ".".join(parts[1:-1]), parts[-1]
     if label not in by_label:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # A table may have so many rows for every byte of its file, and a few without: real ones have less than one. A file of
 # a few bytes can announce billions, all the same.
-ROWS_PER_BYTE, ROWS_BESIDES = 20, 100_000
+ROWS_PER_BYTE, ROWS_BESIDES = 4, 100_000
 _MOST_CHARACTERS = 1000
+_WORDS = pa.dictionary(pa.int32(), pa.string())
 _MOST_INTEGER, _MOST_NUMBER = 2**53, 1e30
 # What names a row; everything else is null where it is not known.
 _NEEDED = {"strategy", "seed", "round", "client", "status", "label"}
@@ -59,31 +60,35 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def read_checked(path: Path, schema: Any) -> Any:
     """The table with exactly these columns; ValueError, OSError or ArrowException if it is not one of ours."""
-    most = ROWS_BESIDES + ROWS_PER_BYTE * path.stat().st_size
     texts = [field.name for field in schema if field.type == pa.string()]
-    wanted = [pa.dictionary(pa.int32(), pa.string()) if field.name in texts else field.type for field in schema]
     try:
         # Texts as a dictionary: one long text a million times over stays one until its length is known.
         file = pq.ParquetFile(path, read_dictionary=texts)
     except KeyError as error:
         raise ValueError(f"{path.name} has no column {error}") from None
     with file:
-        for field, kind in zip(schema, wanted, strict=True):
+        for field in schema:
             at = file.schema_arrow.get_field_index(field.name)  # −1 also where there are two
             found = file.schema_arrow.field(at).type if at >= 0 else None
-            if found != kind:
+            if found != (_WORDS if field.name in texts else field.type):
                 raise ValueError(f"{path.name}: the column {field.name} is {found or 'missing'}, not {field.type}")
-        batches, rows = [], 0
-        # What the file says of its own size is not asked: pyarrow ends the process over some lies there.
-        for batch in file.iter_batches(columns=schema.names):
-            rows += batch.num_rows
-            if rows > most:
-                raise ValueError(f"{path.name} holds more than {most} rows in {path.stat().st_size} bytes")
-            for field in schema:
-                if problem := _problem(batch.column(field.name), field):
-                    raise ValueError(f"{path.name}: {field.name} {problem}")
-            batches.append(batch.select(schema.names).cast(schema))
-    return pa.Table.from_batches(batches, schema=schema)
+        return pa.Table.from_batches(_bounded(file, schema, path), schema=schema)
+
+
+def _bounded(file: Any, schema: Any, path: Path) -> Iterator[Any]:
+    """The rows that the file announces, which may not be too many for its size, a batch at a time."""
+    # No more is asked of what a file says about itself: pyarrow ends the process over some lies there.
+    announced, size, seen = file.metadata.num_rows, path.stat().st_size, 0
+    if announced > ROWS_BESIDES + ROWS_PER_BYTE * size:
+        raise ValueError(f"{path.name} announces {announced} rows in {size} bytes")
+    for batch in file.iter_batches(columns=schema.names):
+        seen += batch.num_rows
+        if seen > announced:
+            raise ValueError(f"{path.name} has more than the {announced} rows that it announces")
+        for field in schema:
+            if problem := _problem(batch.column(field.name), field):
+                raise ValueError(f"{path.name}: {field.name} {problem}")
+        yield batch.select(schema.names).cast(schema)
 
 
 def _problem(column: Any, field: Any) -> str | None:

@@ -23,7 +23,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 
 _T = TypeVar("_T")
 
-_MOST_CELLS = 4000
+_MOST_CELLS = 2000
 """A picture has at most so many rows and so many columns: a table can name as many of each as it has rows."""
 
 _SECONDS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
