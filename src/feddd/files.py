@@ -39,10 +39,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """A file's text; OSError if it cannot be read, ValueError if it is no text or longer than MOST_BYTES."""
+    content = bytearray()
     with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)  # never more, whatever is there: a device has no end
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is longer than {MOST_BYTES // 2**20} MiB")
+        while piece := file.read(2**20):  # piece by piece: a device has no end, and a size asked for is reserved
+            content += piece
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"it is longer than {MOST_BYTES // 2**20} MiB")
     return content.decode(encoding)
 
 
