@@ -51,6 +51,7 @@ def encode(
     """The kept units of `params` as bytes; integer tensors are not sent.
 
     bits: 32 for the values as they are; 8, 4 or 2 to round them at random, with `rng`, to so many bits
+    ValueError for a finite number that float32 cannot hold; what is not finite travels as it is.
     """
     table = units_for(params, units)
     table.check_mask(mask)
@@ -85,8 +86,19 @@ def _head(table: Units, mask: Mapping[str, Tensor], bits: int) -> bytes:
 
 def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
     table.take(params, mask, out=torch.from_numpy(target))
+    wide = [slot.name for slot in table.slots if params[slot.name].dtype == torch.float64]
+    if wide and not np.isfinite(target).all():
+        _refuse_overflow(target, table, params, mask)
     if sys.byteorder == "big":
         target.byteswap(inplace=True)
+
+
+def _refuse_overflow(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
+    exact = torch.empty(len(target), dtype=torch.float64)
+    table.take({slot.name: params[slot.name].detach().double() for slot in table.slots}, mask, out=exact)
+    too_large = exact[exact.isfinite() & torch.from_numpy(target).isinf()]
+    if len(too_large):
+        raise ValueError(f"the parameters hold {too_large[0].item():g}, which is more than float32 can carry")
 
 
 def decode(
@@ -108,6 +120,9 @@ def decode(
         raise PayloadError("the payload holds a value that is not finite")
     dense = table.zeros_like(like)
     table.put(dense, mask, values)
+    narrow = [dense[slot.name] for slot in table.slots if dense[slot.name].element_size() < VALUE_BYTES]
+    if finite and not all(bool(tensor.isfinite().all()) for tensor in narrow):
+        raise PayloadError("the payload holds a value that is not finite in the receiver's precision")
     return dense, mask
 
 
@@ -202,7 +217,7 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
     header = _HEADER.pack(MAGIC, VERSION, ENCODINGS[FLOAT_BITS], 0, table.digest)
     if len(data) != coverage_size(table) or data[: _HEADER.size] != header:
         raise PayloadError("this is not the coverage of this model's units")
-    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float64))
+    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float32)).double()
     if not bool(((flat > 0) & (flat <= 1)).all()):
         raise PayloadError("a unit's coverage must lie above 0 and at most at 1")
     return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
