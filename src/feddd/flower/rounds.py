@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from feddd.errors import RunError
 from feddd.flower.names import Grid, Message
+from feddd.strategies.checks import PATIENCE
 
 POLL_SECONDS = 0.5
-PATIENCE = 10.0
-"""A round below its quorum goes on after the deadline, for so many deadlines at most."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import begin_folder, build_world, finish_folder, label_counts_of, new_folder
 from feddd.experiments.tables import Tables
-from feddd.simulation.simulator import ClientRow, RoundRecord, World
+from feddd.simulation.outlook import ClientRow
+from feddd.simulation.simulator import RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap
 from feddd.testbed.namespaces import SERVER_ADDRESS, Network
