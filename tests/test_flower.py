@@ -335,6 +335,8 @@ HOSTILE = {
     "absurd loss": (_report(train_loss=1e9), "loss"),
     "absurd statistic": (_report(oort_statistic=-math.inf), "statistic"),
     "negative time": (_report(compute_seconds=-1.0), "computing"),
+    "an old answer": (_report(held="before"), "another round"),
+    "huge": (_payload(lambda data: data[:-4] + np.float32(1e30).tobytes()), "beyond"),
     "somebody else": (_report(client="0"), "says it is from"),
     "wrong type": (_report(samples="many"), "must be a int"),
 }
