@@ -25,6 +25,7 @@ from feddd.simulation.outlook import end_seconds
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.checks import PATIENCE, Limits, Refused, check_payload
 from feddd.strategies.protocol import Task, Upload
+from feddd.testbed.running import run_testbed
 from feddd.world import models
 from worlds import experiment
 
@@ -427,3 +428,9 @@ def test_report_and_summary_say_what_did_not_count_and_why(tmp_path, capsys):
     absent = sum(row["status"] != "ok" for row in table)
     assert f"Of {len(table)} answers asked for, {absent} did not count: " in shown
     assert f"{refused} refused" in shown
+
+
+def test_a_testbed_does_not_pretend_to_have_faults(tmp_path):
+    with pytest.raises(InputError, match="for the simulator"):
+        run_testbed(experiment(faults={"lost": 0.1}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

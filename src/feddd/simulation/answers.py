@@ -38,7 +38,7 @@ def fault_of(task: Task) -> str:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Work:
     """One client after training: W, Ŵ, the mask it chose, and what the server would know of it without faults."""
 
     before: Params
@@ -56,9 +56,9 @@ class Answer:
     data: bytes
 
 
-def answer(task: FaultyTask, number: int, trained: Trained, table: Units, rng: np.random.Generator) -> Answer:
+def answer(task: FaultyTask, number: int, work: Work, table: Units, rng: np.random.Generator) -> Answer:
     """The answer to a task, wrong in the way that its fault says."""
-    own, mask, told = trained.after, trained.mask, trained.upload
+    own, mask, told = work.after, work.mask, work.upload
     if task.fault == "lying":
         factor = task.lie_factor
         samples, loss = max(1, round(factor * told.samples)), factor * told.train_loss
@@ -69,7 +69,8 @@ def answer(task: FaultyTask, number: int, trained: Trained, table: Units, rng: n
         table.put(own, mask, values)
     elif task.fault == "replayed" and number > 1:
         old = table.full_mask() if task.download is None else unpack_mask(task.download, table)
-        return Answer(number - 1, told, encode(trained.before, old, units=table))
+        # Of the old payload only the size matters: the round that it belongs to gives it away.
+        return Answer(number - 1, told, encode(work.before, old, units=table))
     elif task.fault == "wrong_model":
         other = replace(table, layers=tuple(replace(layer, name=f"other.{layer.name}") for layer in table.layers))
         return Answer(number, told, encode(own, {f"other.{name}": kept for name, kept in mask.items()}, units=other))
@@ -117,8 +118,8 @@ def receive_answers(
             known[place] = Upload(upload.client, "lost", download_bytes=upload.download_bytes)
             continue
         before, after, mask = ({name: stack[place] for name, stack in one.items()} for one in stacks)
-        trained = Trained(_on_cpu(before), _on_cpu(after), mask, upload)
-        found = answer(task, number, trained, table, stream(seed, "faults", number, task.client))
+        work = Work(_on_cpu(before), _on_cpu(after), mask, upload)
+        found = answer(task, number, work, table, stream(seed, "faults", number, task.client))
         try:
             known[place], arrived, values = read_answer(found, task, number, table)
         except (Refused, PayloadError) as error:

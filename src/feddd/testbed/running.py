@@ -60,6 +60,8 @@ def run_testbed(
     options = options or Options()
     if options.insecure and options.shaping:
         raise InputError("--insecure is for loopback only: it goes with --no-shaping")
+    if experiment.faults is not None:
+        raise InputError("faults are for the simulator (`feddd run`): a testbed's clients are real")
     training = experiment.training.model_copy(update={"trainer": "reference"})
     experiment = experiment.model_copy(update={"training": training})
     world = build_world(experiment, options.data_dir)
