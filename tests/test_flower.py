@@ -338,6 +338,8 @@ HOSTILE = {
     "negative loss": (_report(train_loss=-1.0), "loss"),
     "negative statistic": (_report(oort_statistic=-1.0), "statistic"),
     "negative time": (_report(compute_seconds=-1.0), "computing"),
+    "an old answer": (_report(held="before"), "another round"),
+    "huge": (_payload(lambda data: data[:-4] + np.float32(1e30).tobytes()), "beyond"),
     "somebody else": (_report(client="0"), "says it is from"),
     "wrong type": (_report(samples="many"), "must be a int"),
 }

@@ -201,9 +201,10 @@ def _report() -> Target:
     import torch
 
     import feddd
-    from feddd.flower.checks import Limits, Refused, read_introduction, read_report, read_upload
+    from feddd.flower.checks import read_introduction, read_report, read_upload
     from feddd.flower.names import ConfigRecord, RecordDict
     from feddd.flower.records import REPORT, RecordError, Report, write_payload, write_record
+    from feddd.strategies.checks import Limits, Refused
     from feddd.strategies.protocol import Task
 
     like = {"fc.weight": torch.ones(4, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,7 @@ from rich.table import Table
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
-from feddd.experiments.views import human_bytes, human_seconds, percent
+from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted, percent
 from feddd.paper.cells import Cell
 from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
@@ -96,7 +97,21 @@ def print_summary(results: Results) -> None:
     if missed:
         names = ", ".join(f"{target:.0%}" for target in missed)
         console.print(f"No strategy reached {names}.", highlight=False)
+    absent = _not_counted(results)
+    if absent:
+        console.print(absent, soft_wrap=True, highlight=False)
     console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def _not_counted(results: Results) -> str:
+    """One line on the answers that did not count, by kind; nothing if all did."""
+    kinds: Counter[str] = Counter()
+    for line in lines([results]):
+        for reason, count in not_counted(line).items():
+            kinds[reason.partition(":")[0]] += count
+    asked = results.tables["clients"].num_rows
+    words = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+    return f"Of {asked:,} answers asked for, {kinds.total():,} did not count: {words}." if kinds else ""
 
 
 def print_plan(planned: Mapping[str, Any]) -> None:

@@ -197,7 +197,7 @@ def droppable_bytes(table: Units) -> int:
 
 def most_bytes(table: Units, bits: int = FLOAT_BITS) -> int:
     """The payload of the whole model."""
-    return int(_bytes(table, table.total_units, table.droppable_elements, bits))
+    return int(payload_bytes(table, table.total_units, table.droppable_elements, bits))
 
 
 def coverage_size(table: Units) -> int:
@@ -229,7 +229,7 @@ def payload_sizes(packed: Sequence[bytes], table: Units, bits: int = FLOAT_BITS)
     flags = np.unpackbits(rows, axis=1, bitorder="little")
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
     kept = flags[:, : table.total_units].astype(np.int64)
-    sizes: NDArray[np.int64] = _bytes(table, kept.sum(1), kept @ per_unit.astype(np.int64), bits)
+    sizes: NDArray[np.int64] = payload_bytes(table, kept.sum(1), kept @ per_unit.astype(np.int64), bits)
     return sizes
 
 
@@ -264,10 +264,10 @@ def _mask_bytes(table: Units) -> int:
 
 def _size(table: Units, mask: Mapping[str, Tensor], bits: int = FLOAT_BITS) -> int:
     kept_units = sum(int(kept.sum()) for kept in mask.values())
-    return int(_bytes(table, kept_units, table.kept_elements(mask) - len(table.fixed), bits))
+    return int(payload_bytes(table, kept_units, table.kept_elements(mask) - len(table.fixed), bits))
 
 
-def _bytes(table: Units, kept_units: Any, kept_elements: Any, bits: int) -> Any:
+def payload_bytes(table: Units, kept_units: Any, kept_elements: Any, bits: int) -> Any:
     """Of a payload, or of several if the counts are arrays."""
     if bits == FLOAT_BITS:
         return fixed_bytes(table) + VALUE_BYTES * kept_elements

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from feddd.errors import InputError, nearest
+from feddd.simulation.faults import Faults
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
@@ -32,7 +33,14 @@ SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Range = Positive | tuple[Positive, Positive]
+
+
+def _goes_up(value: Range | None) -> Range | None:
+    if isinstance(value, tuple) and value[0] > value[1]:
+        raise ValueError(f"a range goes from low to high, not from {value[0]:g} to {value[1]:g}")
+    return value
 
 
 class _Section(BaseModel):
@@ -80,9 +88,7 @@ class FleetSection(_Section):
     @field_validator("uplink_bits_per_s", "downlink_bits_per_s", "cpu_hz", "cycles_per_sample", *SHANNON)
     @classmethod
     def _ranges_go_up(cls, value: Range | None) -> Range | None:
-        if isinstance(value, tuple) and value[0] > value[1]:
-            raise ValueError(f"a range goes from low to high, not from {value[0]:g} to {value[1]:g}")
-        return value
+        return _goes_up(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +134,45 @@ class TrainingSection(_Section):
     learning_rate: Positive = 0.01
     trainer: Literal["auto", "reference", "channels_last", "stacked"] = "auto"
     device: str = "cpu"
+
+
+class FaultsSection(_Section):
+    """How the fleet misbehaves, and how long a round waits for it; see `simulation.faults.Faults`."""
+
+    unreliable: Share = 1.0
+    lost: Share = 0.0
+    gone: Share = 0.0
+    crashed: Share = 0.0
+    late: Share = 0.0
+    late_seconds: Range = (60.0, 600.0)
+    slow: Share = 0.0
+    slow_factor: Positive = 10.0
+    links: Share = 0.0
+    link_factor: Range = (0.1, 1.0)
+    spell_rounds: Count = 5
+    garbage: Share = 0.0
+    corrupted: Share = 0.0
+    non_finite: Share = 0.0
+    wrong_model: Share = 0.0
+    replayed: Share = 0.0
+    lying: Share = 0.0
+    lie_factor: Positive = 10.0
+    deadline_seconds: Positive | None = None
+    quorum: Annotated[int, Field(ge=0, strict=True)] = 1
+
+    @field_validator("late_seconds", "link_factor")
+    @classmethod
+    def _ranges_go_up(cls, value: Range) -> Range | None:
+        return _goes_up(value)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> FaultsSection:
+        self.build()
+        return self
+
+    def build(self) -> Faults:
+        """The settings for the simulator."""
+        return Faults(**self.model_dump())
 
 
 class StrategySection(BaseModel):
@@ -178,6 +223,7 @@ class Experiment(_Section):
     fleet: FleetSection = FleetSection()
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
+    faults: FaultsSection | None = None
     strategy: tuple[StrategySection, ...] = Field(
         default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in BUILT_IN)
     )
@@ -232,7 +278,9 @@ def explain(error: ValidationError, document: Mapping[str, Any], sections: type[
     if problem["type"] == "extra_forbidden":
         section: Any = sections
         for part in place[:-1]:
-            section = section.model_fields[part].annotation
+            # A section that may be left out is one of several types.
+            kind = section.model_fields[part].annotation
+            section = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
         return f"unknown key {key}; {nearest(place[-1], section.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("\n", " ")
     if problem["type"] == "literal_error":

@@ -25,6 +25,7 @@ GROUPS = {
     "broadcast": "The broadcast period h",
     "imbalanced": "Rare classes, at a budget of 20 %",
     "testbed": "The paper's testbed: 10 clients, for `feddd testbed`",
+    "faults": "Fleets that misbehave",
 }
 
 
@@ -42,9 +43,10 @@ def presets() -> dict[str, str]:
 
 
 def preset_group(name: str) -> str:
-    """The key of GROUPS that a preset belongs to: what its name ends with, but for the testbed's."""
-    if name.startswith("testbed-"):
-        return "testbed"
+    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of two."""
+    first = name.partition("-")[0]
+    if first in ("testbed", "faults"):
+        return first
     ending = name.rpartition("-")[2]
     return ending if ending in GROUPS else ""
 

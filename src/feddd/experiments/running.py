@@ -36,6 +36,7 @@ from feddd.experiments.resuming import (
     tidy,
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
+from feddd.simulation.faults import Faults
 from feddd.simulation.processes import WorkerPool
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
 from feddd.simulation.trainers import choose_trainer, make_trainer
@@ -224,7 +225,8 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
     parts = [chosen[part] for part in parts]
     training = _training(experiment, data)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
-    return World(data, parts, devices, experiment.model.name, training, seed)
+    faults = experiment.faults.build() if experiment.faults else Faults()
+    return World(data, parts, devices, experiment.model.name, training, seed, faults)
 
 
 def _held_out(

@@ -5,6 +5,7 @@ A line is one strategy of one experiment; runs that differ in nothing but their 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from feddd.experiments.results import Results, reference_label
 # Okabe and Ito's colours without yellow and black, which vanish on a white or a dark page.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 
+_NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?![\w.])")
 _T = TypeVar("_T")
 
 _MOST_CELLS = 2000
@@ -278,12 +280,12 @@ def class_accuracies(line: Line) -> dict[int, list[float]]:
 
 
 def not_counted(line: Line) -> Counter[str]:
-    """How often a client did not count, by reason, over all rounds and runs."""
+    """How often a client did not count, by reason, over all rounds and runs; reasons that differ in numbers are one."""
     counts: Counter[str] = Counter()
     for run in line.runs:
         for entry in pc.value_counts(_client_rows(run, line.strategy)["status"]).to_pylist():
             if entry["values"] not in ("ok", None):
-                counts[entry["values"]] += entry["counts"]
+                counts[_NUMBER.sub("…", entry["values"])] += entry["counts"]
     return counts
 
 

@@ -1,4 +1,4 @@
-"""What the server believes of an answer: nothing that it has not checked. Refusals say why, in one line."""
+"""What the server believes of an answer that came as a Flower message: nothing that it has not checked."""
 
 from __future__ import annotations
 
@@ -7,27 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from feddd.core.payload import decode_values, droppable_bytes, fixed_bytes, pack_mask
-from feddd.core.selection import kept_units
+from feddd.core.payload import droppable_bytes, fixed_bytes, pack_mask
 from feddd.core.units import Mask, Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, Report, read_payload, read_record
+from feddd.strategies.checks import Limits, Refused, check_payload, check_told
 from feddd.strategies.protocol import Task
-
-
-class Refused(ValueError):
-    """An answer that does not count."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a report may say at most; of losses also what at least, because the allocation weighs clients by them."""
-
-    samples: int = 100_000_000
-    loss: float = 1e6
-    least_loss: float = 0.0
-    compute_seconds: float = 7 * 86400.0
-    bits_per_s: tuple[float, float] = (1.0, 1e15)
 
 
 @dataclass(frozen=True)
@@ -67,25 +52,9 @@ def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> R
 
 def read_upload(content: RecordDict, report: Report, task: Task, table: Units, limits: Limits) -> Accepted:
     """Check an upload against the task it answers: sizes, digest, mask, values, report."""
-    _check_report(report, limits)
-    data = read_payload(content, droppable_bytes(table) + fixed_bytes(table))
-    mask, values = decode_values(data, table)
-    if not bool(values.isfinite().all()):
-        raise Refused("the payload holds a value that is not finite")
-    for layer in table.layers:
-        always = layer.name in task.always_send
-        wanted = layer.units if always else kept_units(layer.units, task.dropout)
-        sent = int(mask[layer.name].sum())
-        if sent != wanted:
-            raise Refused(f"{sent} units of layer {layer.name} came, and {wanted} were asked for")
-    return Accepted(report, mask, pack_mask(mask, table), values, len(data))
-
-
-def _check_report(report: Report, limits: Limits) -> None:
-    if not 1 <= report.samples <= limits.samples:
-        raise Refused(f"{report.samples} samples are not between 1 and {limits.samples}")
-    for name, value in (("loss", report.train_loss), ("statistic", report.oort_statistic)):
-        if not limits.least_loss <= value <= limits.loss:
-            raise Refused(f"a {name} of {value} is not between {limits.least_loss:g} and {limits.loss:g}")
+    check_told(report.samples, report.train_loss, report.oort_statistic, report.label_coverage, limits)
     if not 0.0 <= report.compute_seconds <= limits.compute_seconds:
         raise Refused(f"{report.compute_seconds} s of computing make no sense")
+    data = read_payload(content, droppable_bytes(table) + fixed_bytes(table))
+    mask, values = check_payload(data, task, table, limits)
+    return Accepted(report, mask, pack_mask(mask, table), values, len(data))

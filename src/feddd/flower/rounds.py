@@ -15,12 +15,11 @@ from queue import Empty, SimpleQueue
 
 from feddd.errors import RunError
 from feddd.flower.names import Grid, Message
+from feddd.strategies.checks import PATIENCE
 
 POLL_SECONDS = 0.5
 NODES_A_POLL = 4
 """With more nodes than this each is asked less often, so that the SuperLink is not asked more."""
-PATIENCE = 10.0
-"""A round below its quorum goes on after the deadline, for so many deadlines at most."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ from feddd.core.submodel import coverage, narrow_coverage, slice_model
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from feddd.flower.checks import Accepted, Limits, Refused, read_introduction, read_report, read_upload
+from feddd.flower.checks import Accepted, read_introduction, read_report, read_upload
 from feddd.flower.links import Links
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
 from feddd.flower.records import COVERAGE, ORDER, Order, RecordError, Report, chunk_bytes, write_payload, write_record
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
 from feddd.flower.rounds import Answer, exchange
+from feddd.strategies.checks import Limits, Refused, check_version
 from feddd.strategies.protocol import Plan, ServerState, Task, Upload, start
 from feddd.strategies.protocol import Strategy as Method
 
@@ -324,6 +325,7 @@ class Server:
                 return None, "diverged"
             if report.status != "ok":
                 raise Refused("the client lost its state")
+            check_version(report.held, self._version(pending.plan.round, client))
             table = self._tables[member.sub_model]
             return read_upload(answer.message.content, report, pending.tasks[client], table, self._limits), "ok"
         except (Refused, RecordError, PayloadError) as error:

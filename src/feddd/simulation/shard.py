@@ -34,6 +34,7 @@ from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
+from feddd.simulation.answers import ABSENT, fault_of, receive_answers
 from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.reduction import Node, reduce_tree
@@ -215,6 +216,9 @@ class Shard:
     ) -> list[Upload]:
         """The client half of a round for some alike clients; what they send, and all they have, goes into the sums."""
         watch, table = Watch(self._seconds), width.units
+        tasks = [task for task in tasks if fault_of(task) not in ABSENT]
+        if not tasks:
+            return []
         before, download_bytes = self._download(tasks, width, sent_model.model)
         if coded_bytes is not None:
             download_bytes = np.array([coded_bytes[task.client] for task in tasks])
@@ -238,12 +242,20 @@ class Shard:
         for task, own in zip(tasks, kept, strict=True):
             self._kept.put(task.client, own)
         watch.lap("selection")
-        weights = torch.tensor([float(self._count(task.client)) for task in tasks], dtype=torch.float64)
-        sent.add_stack(self._upload(number, trained.after, tasks, masks, sent_model, table), masks, weights, table)
-        if full is not None:
-            full.add_stack(trained.after, None, weights, table)
+        answered = self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
+        after = trained.after
+        if any(fault_of(task) for task in tasks):
+            answered = receive_answers(self.spec.seed, number, tasks, answered, (before, after, masks), table)
+            fine = np.array([upload.status == "ok" for upload in answered])
+            after, masks = only(after, fine), only(masks, fine)
+            tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
+        weights = torch.tensor([float(u.samples) for u in answered if u.status == "ok"], dtype=torch.float64)
+        if len(weights):
+            sent.add_stack(self._upload(number, after, tasks, masks, sent_model, table), masks, weights, table)
+            if full is not None:
+                full.add_stack(after, None, weights, table)
         watch.lap("sums")
-        return uploads + self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
+        return uploads + answered
 
     def _local(self, number: int, client: int) -> Local:
         first, end = self.spec.samples[client]

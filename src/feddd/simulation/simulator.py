@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,17 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core import latency
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
-from feddd.core.payload import coverage_size, pack_mask
+from feddd.core.payload import pack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.simulation.differences import Download
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.faults import Faults
+from feddd.simulation.outlook import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
@@ -32,7 +33,7 @@ from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
-from feddd.strategies.protocol import Plan, ServerState, Strategy, Upload, make_fleet, start
+from feddd.strategies.protocol import Plan, ServerState, Strategy, make_fleet, start
 from feddd.strategies.reference import Sending, reference_after, sending
 from feddd.world import models
 from feddd.world.datasets import Dataset
@@ -60,17 +61,7 @@ class World:
     model: str
     training: Training
     seed: int
-
-
-@dataclass(frozen=True)
-class ClientRow:
-    """One client's part in a round, as the tables have it."""
-
-    upload: Upload
-    dropout: float
-    download_seconds: float
-    compute_seconds: float
-    upload_seconds: float
+    faults: Faults = field(default_factory=Faults)
 
 
 @dataclass(frozen=True)
@@ -120,12 +111,13 @@ class Simulation:
             units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
         ]
         self._width_of = [client % count for client in range(len(world.parts))]
+        self._client_tables = [self._tables[width] for width in self._width_of]
         devices = world.devices
         self.fleet = make_fleet(
             devices.uplink_bits_per_s,
             devices.downlink_bits_per_s,
             devices.compute_seconds,
-            [self._tables[width] for width in self._width_of],
+            self._client_tables,
             self.units,
         )
         if engine == "ray":
@@ -167,10 +159,11 @@ class Simulation:
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
             sent = sending(state, plan, self.units, self.world.seed)
-            result = self._engine.train(number, plan.tasks, self._download(state, plan, sent))
-            uploads = result.uploads
+            outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sent)
+            result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
+            uploads = outlook.uploads(result.uploads)
             watch.lap("train")
-            if not any(upload.status == "ok" for upload in uploads):
+            if all(upload.status == "diverged" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
                     f"a smaller learning rate than {self.world.training.learning_rate:g} may help"
@@ -184,9 +177,8 @@ class Simulation:
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
             watch.lap("evaluate")
             rates = {task.client: task.dropout for task in plan.tasks}
-            rows = tuple(self._row(upload, rates[upload.client]) for upload in uploads)
-            parts = [(row.download_seconds, row.compute_seconds, row.upload_seconds) for row in rows]
-            seconds = latency.round_seconds(*np.array(parts).T)
+            rows = tuple(outlook.row(upload, rates[upload.client]) for upload in uploads)
+            seconds = outlook.seconds(rows)
             clock_seconds += seconds
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
@@ -211,11 +203,7 @@ class Simulation:
     def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
         if sent.reference is None:
             return Download(to_arrays(sent.model))
-        sizes = {
-            task.client: sent.download_bytes(task, self._tables[self._width_of[task.client]])
-            + (coverage_size(self._tables[self._width_of[task.client]]) if task.coverage else 0)
-            for task in plan.tasks
-        }
+        sizes = {task.client: sent.download_bytes(task, self._client_tables[task.client]) for task in plan.tasks}
         own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
         return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
 
@@ -230,19 +218,6 @@ class Simulation:
         full = Aggregator(state.model, units=self.units)
         full.merge(total.full)
         return model, mask_error(model, full.result(), self.units)
-
-    def _row(self, upload: Upload, dropout: float) -> ClientRow:
-        """Charge the encoded bits to the client's links."""
-        fleet, client = self.fleet, upload.client
-        return ClientRow(
-            upload=upload,
-            dropout=dropout,
-            download_seconds=latency.transfer_seconds(
-                8.0 * upload.download_bytes, float(fleet.downlink_bits_per_s[client])
-            ),
-            compute_seconds=float(fleet.compute_seconds[client]),
-            upload_seconds=latency.transfer_seconds(8.0 * upload.upload_bytes, float(fleet.uplink_bits_per_s[client])),
-        )
 
     def _layout(self) -> Layout:
         world = self.world
@@ -266,8 +241,7 @@ class Simulation:
         sizes = [self._tables[width].elements for width in self._width_of]
         costs = [float(sum(len(world.parts[n]) * sizes[n] for n in block)) for block in blocks]
         shares = assign_blocks(costs, workers)
-        tables = [self._tables[width] for width in self._width_of]
-        share = coverage(self.units, tables) if len(self._tables) > 1 else None
+        share = coverage(self.units, self._client_tables) if len(self._tables) > 1 else None
         ends = np.cumsum([len(part) for part in world.parts]).tolist()
         labels = label_coverage(label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes))
         return [

@@ -19,7 +19,8 @@ from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.experiments.tables import Tables
-from feddd.simulation.simulator import ClientRow, RoundRecord, World
+from feddd.simulation.outlook import ClientRow
+from feddd.simulation.simulator import RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap
 from feddd.testbed.namespaces import SERVER_ADDRESS, Network
@@ -61,6 +62,8 @@ def run_testbed(
     options = options or Options()
     if options.insecure and options.shaping:
         raise InputError("--insecure is for loopback only: it goes with --no-shaping")
+    if experiment.faults is not None:
+        raise InputError("faults are for the simulator (`feddd run`): a testbed's clients are real")
     training = experiment.training.model_copy(update={"trainer": "reference"})
     experiment = experiment.model_copy(update={"training": training})
     world = build_world(experiment, options.data_dir)
