@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from feddd.core.payload import droppable_bytes, fixed_bytes, pack_mask
+from feddd.core.payload import most_bytes, pack_mask
+from feddd.core.quantise import FLOAT_BITS
 from feddd.core.units import Mask, Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, Report, read_payload, read_record
@@ -50,11 +51,13 @@ def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> R
     return report
 
 
-def read_upload(content: RecordDict, report: Report, task: Task, table: Units, limits: Limits) -> Accepted:
+def read_upload(
+    content: RecordDict, report: Report, task: Task, table: Units, limits: Limits, bits: int = FLOAT_BITS
+) -> Accepted:
     """Check an upload against the task it answers: sizes, digest, mask, values, report."""
     check_told(report.samples, report.train_loss, report.oort_statistic, report.label_coverage, limits)
     if not 0.0 <= report.compute_seconds <= limits.compute_seconds:
         raise Refused(f"{report.compute_seconds} s of computing make no sense")
-    data = read_payload(content, droppable_bytes(table) + fixed_bytes(table))
-    mask, values = check_payload(data, task, table, limits)
+    data = read_payload(content, most_bytes(table, bits))
+    mask, values = check_payload(data, task, table, limits, bits)
     return Accepted(report, mask, pack_mask(mask, table), values, len(data))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.labels import label_coverage
-from feddd.core.payload import coverage_size, decode, decode_coverage, droppable_bytes, encode, fixed_bytes
+from feddd.core.payload import coverage_size, decode, decode_coverage, encode, most_bytes
+from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.units import Units, units
 from feddd.files import user_cache
@@ -38,6 +39,7 @@ from feddd.flower.records import (
     write_payload,
     write_record,
 )
+from feddd.flower.references import Held, brought_up, received
 from feddd.flower.store import ClientStore
 from feddd.strategies.client import receive, report
 from feddd.strategies.protocol import Task
@@ -120,6 +122,8 @@ class _Client:
         self._store = ClientStore(Path(str(folder)), self._name)
         self._rates = [float(config.get(f"{way}-bits-per-s", 0.0)) for way in ("uplink", "downlink")]
         self._coverage: dict[str, Tensor] | None = None
+        self._reference: Held | None = None
+        self._base: dict[str, Tensor] = {}
         self._label_counts = (lambda: label_counts(context)) if label_counts else None
 
     def hello(self, status: str = "ok") -> Report:
@@ -145,13 +149,20 @@ class _Client:
             return None
         if order.coverage:
             self._coverage = decode_coverage(read_payload(content, coverage_size(table), COVERAGE), table)
-        whole = droppable_bytes(table) + fixed_bytes(table)
-        received, mask = decode(read_payload(content, whole), self._own, units=table, finite=True)
+        if order.bits == FLOAT_BITS:
+            values, mask = decode(read_payload(content, most_bytes(table)), self._own, units=table, finite=True)
+        else:
+            on_disk = self._store.reference(_run(order.version), table)
+            held = brought_up(on_disk, content, order, table, self._own)
+            if held is None:
+                return None
+            values, mask, self._reference = received(held, content, order, table)
+            self._base = values
         sent = kept.mask if kept else table.full_mask()
         if any(not torch.equal(mask[layer], sent[layer]) for layer in mask):
             raise RecordError("the download is not for the units that this client uploaded last")
         # Counters and the like do not travel: the network's own stay.
-        return self._own | {name: value for name, value in receive(received, kept, table).items() if _carried(value)}
+        return self._own | {name: value for name, value in receive(values, kept, table).items() if _carried(value)}
 
     def report(
         self,
@@ -179,8 +190,13 @@ class _Client:
         rng = stream(order.seed, "selection", order.round, order.place)
         task = Task(order.place, order.dropout, order.selector, order.always_send)
         mask, kept = report(before, after, task, self._units, rng=rng, coverage=self._coverage)
-        data = encode(after, mask, units=self._units)
-        self._store.save(order.version, kept, self._units, self._coverage)
+        if order.bits == FLOAT_BITS:
+            data = encode(after, mask, units=self._units)
+        else:
+            difference = {slot.name: after[slot.name] - self._base[slot.name] for slot in self._units.slots}
+            rounding = stream(order.seed, "rounding", order.round, order.place)
+            data = encode(difference, mask, units=self._units, bits=order.bits, rng=rounding)
+        self._store.save(order.version, kept, self._units, self._coverage, self._reference)
         write_record(content, REPORT, facts)
         write_payload(content, data, order.chunk_bytes)
         return content

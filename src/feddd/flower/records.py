@@ -11,13 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from feddd.core.quantise import FLOAT_BITS
 from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 256 * 1024, 4 * 1024
 CHUNK_SECONDS = 5.0
 """A piece of a payload takes no longer than this on an empty link."""
 ORDER, REPORT, PAYLOAD, COVERAGE = "feddd.order", "feddd.report", "feddd.payload", "feddd.coverage"
+REFERENCE, MOVE = "feddd.reference", "feddd.move"
 _KIND = "feddd.bytes"  # how the arrays' bytes are to be read: by us
 
 T = TypeVar("T", "Order", "Report")
@@ -35,6 +37,8 @@ class Order:
     version: of the state that it is to keep after this round    place: its index at the server, the address of its
     random numbers    coverage: CR(k) is in the message; covered: it was told before, and is needed now
     chunk_bytes: the pieces in which its upload is to travel
+    bits: of a value; fewer than 32 for differences to the reference, of which the payload means this number, after
+    `missed` moves that are in the message, or `whole` if all of it is; broadcast: the payload moves it on
     """
 
     what: str
@@ -49,6 +53,11 @@ class Order:
     coverage: bool = False
     covered: bool = False
     chunk_bytes: int = MOST_CHUNK_BYTES
+    bits: int = FLOAT_BITS
+    reference: int = 0
+    missed: int = 0
+    whole: bool = False
+    broadcast: bool = False
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ def grown(state: ServerState, clients: int) -> ServerState:
     if more <= 0:
         return state
     unknown = np.full(more, np.nan)
+    reference = state.reference
+    if reference is not None:
+        reference = dataclasses.replace(reference, held=np.append(reference.held, np.full(more, -1)))
     return dataclasses.replace(
         state,
         masks=(*state.masks, *[None] * more),
@@ -73,6 +76,7 @@ def grown(state: ServerState, clients: int) -> ServerState:
         label_coverage=np.append(state.label_coverage, unknown),
         kept_shares=np.append(state.kept_shares, unknown),
         last_round=np.append(state.last_round, np.zeros(more, dtype=np.int64)),
+        reference=reference,
     )
 
 

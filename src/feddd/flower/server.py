@@ -22,10 +22,12 @@ from feddd.core.payload import (
     coverage_size,
     droppable_bytes,
     encode,
+    encode_coded,
     encode_coverage,
     fixed_bytes,
     unpack_mask,
 )
+from feddd.core.quantise import Coded
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage, narrow_coverage, slice_model
 from feddd.core.units import Units, units
@@ -34,14 +36,29 @@ from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from feddd.flower.checks import Accepted, read_introduction, read_report, read_upload
 from feddd.flower.links import Links
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
-from feddd.flower.records import COVERAGE, ORDER, Order, RecordError, Report, chunk_bytes, write_payload, write_record
+from feddd.flower.records import (
+    COVERAGE,
+    MOVE,
+    ORDER,
+    PAYLOAD,
+    REFERENCE,
+    Order,
+    RecordError,
+    Report,
+    chunk_bytes,
+    write_payload,
+    write_record,
+)
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
 from feddd.flower.rounds import Answer, exchange
 from feddd.strategies.checks import Limits, Refused, check_version
 from feddd.strategies.protocol import Plan, ServerState, Task, Upload, start
 from feddd.strategies.protocol import Strategy as Method
+from feddd.strategies.reference import Sending, bases, narrowed, reference_after, sending
 
 HELLO_SECONDS = 90.0
+MOVES_KEPT = 16
+"""Of the reference; with two bits a value, all of it costs as much as so many."""
 
 logger = getLogger("feddd.flower")
 
@@ -77,6 +94,7 @@ class Pending:
     tasks: dict[int, Task]
     download_bytes: dict[int, int]
     begun: float
+    sent: Sending
 
 
 class Server:
@@ -106,6 +124,7 @@ class Server:
         self._refused_nodes: set[int] = set()
         self._versions: list[str] = []
         self._told: set[int] = set()
+        self._moves: dict[int, Coded] = {}
         self._state: ServerState | None = None
         self.pending: Pending | None = None
 
@@ -122,11 +141,16 @@ class Server:
         """The client holds nothing that a download could build on: in this round it gets everything."""
         pending = self.expect_pending()
         pending.tasks[client] = dataclasses.replace(pending.tasks[client], download=None)
+        if pending.sent.before is not None:
+            before = dataclasses.replace(pending.sent.before, held=pending.sent.before.held.copy())
+            before.held[client] = -1
+            pending.sent = dataclasses.replace(pending.sent, before=before)
         self._told.discard(client)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """From the checkpoint if there is one, else anew from the given arrays."""
         self._registry, self._refused_nodes, self._versions, self._told = Registry(), set(), [], set()
+        self._moves = {}
         self._token, self._clock_seconds = secrets.token_hex(8), 0.0
         if self._checkpoint is not None and self._checkpoint.is_file():
             found = load_checkpoint(self._checkpoint, self._like)
@@ -214,7 +238,11 @@ class Server:
         plan = self._method.plan(part_of(state, clients), fleet, rng)
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
-        self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic())
+        sent = sending(state, plan, self._tables[0], self._seed)
+        if sent.coded is not None and sent.reference is not None and sent.moves:
+            self._moves[sent.reference.number] = sent.coded
+            self._moves.pop(sent.reference.number - MOVES_KEPT, None)
+        self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic(), sent)
         return self.pending
 
     def train_message(self, pending: Pending, client: int, config: ConfigRecord) -> Message:
@@ -239,12 +267,9 @@ class Server:
             chunk_bytes=chunk_bytes(link.uplink_bits_per_s),
         )
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
-        write_record(content, ORDER, order)
-        mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
-        data = encode(self._own(member.sub_model), mask, units=table)
         chunk = chunk_bytes(link.downlink_bits_per_s)
-        write_payload(content, data, chunk)
-        size = len(data)
+        order, size = self._write_download(content, order, pending.sent, task, member.sub_model, chunk)
+        write_record(content, ORDER, order)
         if tells:
             share = coverage(self._tables[0], [self._tables[one.sub_model] for one in self._registry.members])
             write_payload(content, encode_coverage(narrow_coverage(share, table), table), chunk, COVERAGE)
@@ -254,6 +279,34 @@ class Server:
         node = pending.nodes[client]
         # Valid longer than the round, so that an answer just in time is not lost on its way.
         return Message(content, node, MessageType.TRAIN, ttl=2 * self._deadline_seconds, group_id=str(number))
+
+    def _write_download(
+        self, content: RecordDict, order: Order, sent: Sending, task: Task, sub_model: int, chunk: int
+    ) -> tuple[Order, int]:
+        """Put the payloads of a download into a message; the order that goes with them, and their bytes."""
+        table = self._tables[sub_model]
+        mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
+        if sent.before is None or sent.reference is None:
+            payloads = {PAYLOAD: encode(self._own(sub_model), mask, units=table)}
+            return order, _write_all(content, payloads, chunk)
+        payloads = {}
+        missed = sent.missed(task.client, table)
+        numbers = range(sent.before.number - (missed or 0) + 1, sent.before.number + 1)
+        if missed is None or any(number not in self._moves for number in numbers):
+            missed, there = None, sent.reference if sent.moves else sent.before
+            payloads[REFERENCE] = encode(self._part(there.model, sub_model), table.full_mask(), units=table)
+        else:
+            for number in numbers:
+                move = narrowed(self._moves[number], self._tables[0], table)
+                payloads[f"{MOVE}.{number}"] = encode_coded(move, table.full_mask(), table, sent.bits)
+        if sent.coded is not None and not (missed is None and sent.moves):
+            payloads[PAYLOAD] = encode_coded(narrowed(sent.coded, self._tables[0], table), mask, table, sent.bits)
+        whole = missed is None
+        number = sent.reference.number if whole and sent.moves else sent.before.number
+        order = dataclasses.replace(
+            order, bits=sent.bits, reference=number, missed=missed or 0, whole=whole, broadcast=sent.moves
+        )
+        return order, _write_all(content, payloads, chunk)
 
     def _version(self, number: int, client: int) -> str:
         """Names what a client keeps after a round of this run."""
@@ -280,7 +333,9 @@ class Server:
         return sum(droppable_bytes(table) + fixed_bytes(table) for table in tables)
 
     def _own(self, sub_model: int) -> Mapping[str, Tensor]:
-        model = self.expect_state().model
+        return self._part(self.expect_state().model, sub_model)
+
+    def _part(self, model: Mapping[str, Tensor], sub_model: int) -> Mapping[str, Tensor]:
         return slice_model(model, self._tables[0], self._tables[sub_model]) if sub_model else model
 
     def digest(self, answers: Mapping[int, Answer]) -> RoundFacts:
@@ -299,6 +354,10 @@ class Server:
             table = self._tables[member.sub_model]
             dense = table.zeros_like(self._own(member.sub_model))
             table.put(dense, accepted.mask, accepted.values)
+            if pending.sent.reference is not None:
+                reference = self._part(pending.sent.reference.model, member.sub_model)
+                base = bases(self._own(member.sub_model), reference, [pending.tasks[client]], table)
+                dense = {slot.name: base[slot.name][0] + dense[slot.name] for slot in table.slots}
             average.add(dense, accepted.mask, accepted.report.samples)
             uploads.append(_upload(client, accepted, table, pending.download_bytes[client]))
             compute[client] = accepted.report.compute_seconds
@@ -309,7 +368,8 @@ class Server:
             self._versions[client] = self._version(pending.plan.round, client)
         fleet = fleet_of(self._registry.members, self._tables, self._links)
         model = average.result()
-        self._state = self._method.absorb(state, fleet, pending.plan, uploads, model)
+        state = self._method.absorb(state, fleet, pending.plan, uploads, model)
+        self._state = dataclasses.replace(state, reference=reference_after(pending.sent, uploads))
         return self._finish(pending, uploads, turnaround, compute)
 
     def _accept(self, client: int, answer: Answer, pending: Pending) -> tuple[Accepted | None, str]:
@@ -327,7 +387,8 @@ class Server:
                 raise Refused("the client lost its state")
             check_version(report.held, self._version(pending.plan.round, client))
             table = self._tables[member.sub_model]
-            return read_upload(answer.message.content, report, pending.tasks[client], table, self._limits), "ok"
+            content, task, bits = answer.message.content, pending.tasks[client], pending.sent.bits
+            return read_upload(content, report, task, table, self._limits, bits), "ok"
         except (Refused, RecordError, PayloadError) as error:
             logger.log(WARNING, "client %s is refused in round %d: %s", member.name, pending.plan.round, error)
             return None, f"refused: {error}"
@@ -378,13 +439,19 @@ def _upload(client: int, accepted: Accepted, table: Units, download_bytes: int) 
     return Upload(
         client=client,
         mask=accepted.packed,
-        kept_share=(accepted.upload_bytes - fixed_bytes(table)) / droppable_bytes(table),
+        kept_share=(table.kept_elements(accepted.mask) - len(table.fixed)) / table.droppable_elements,
         train_loss=report.train_loss,
         oort_statistic=report.oort_statistic,
         samples=report.samples,
         upload_bytes=accepted.upload_bytes,
         download_bytes=download_bytes,
     )
+
+
+def _write_all(content: RecordDict, payloads: Mapping[str, bytes], chunk: int) -> int:
+    for key, data in payloads.items():
+        write_payload(content, data, chunk, key)
+    return sum(map(len, payloads.values()))
 
 
 def _natural(name: str) -> tuple[int, int, str]:

@@ -16,9 +16,11 @@ from safetensors.torch import save
 from feddd.core.payload import pack_mask, unpack_mask
 from feddd.core.units import Units
 from feddd.files import write_atomically
+from feddd.flower.references import Held
 from feddd.strategies.client import Kept
 
-FORMAT = "1"
+FORMAT = "2"
+MOST_DIGITS = 9
 
 
 class ClientStore:
@@ -31,15 +33,25 @@ class ClientStore:
         """The version of the state on disk; "" if there is none, or none that can be read."""
         return self._metadata().get("version", "")
 
-    def save(self, version: str, kept: Kept, units: Units, coverage: dict[str, torch.Tensor] | None) -> None:
+    def save(
+        self,
+        version: str,
+        kept: Kept,
+        units: Units,
+        coverage: dict[str, torch.Tensor] | None,
+        reference: Held | None = None,
+    ) -> None:
         """Replace the state; a crash leaves the old one or the new one, never half of either."""
         tensors = {"values": kept.values.contiguous()}
+        if reference:
+            tensors["reference"] = units.take(reference.model, units.full_mask())
         tensors |= {f"coverage.{name}": share.contiguous() for name, share in (coverage or {}).items()}
         metadata = {
             "format": FORMAT,
             "version": version,
             "mask": pack_mask(kept.mask, units).hex(),
             "units": units.digest.hex(),
+            "reference": str(reference.number) if reference else "",
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, save(tensors, metadata))
@@ -59,6 +71,20 @@ class ClientStore:
         # After a full upload nothing is left to keep.
         expected = units.droppable_elements - units.kept_elements(mask) + len(units.fixed)
         return Kept(mask, values) if values.shape == (expected,) else None
+
+    def reference(self, run: str, units: Units) -> Held | None:
+        """The reference of this run; None if it is not on disk."""
+        metadata, flat = self._metadata(), self._tensors().get("reference")
+        number = metadata.get("reference", "")
+        if metadata.get("version", "").partition(".")[0] != run or metadata.get("units") != units.digest.hex():
+            return None
+        if flat is None or not number.isdecimal() or len(number) > MOST_DIGITS:
+            return None
+        if flat.dtype != torch.float32 or flat.shape != (units.elements,) or not bool(flat.isfinite().all()):
+            return None
+        model = {slot.name: torch.zeros(slot.shape) for slot in units.slots}
+        units.put(model, units.full_mask(), flat)
+        return Held(model, int(number))
 
     def coverage(self, run: str, units: Units) -> dict[str, torch.Tensor] | None:
         """CR(k), which the server tells once in a run; None if it has not been told, or is not on disk."""

@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.payload import decode_values, encode_coded, unpack_mask
+from feddd.core.payload import decode_values, encode_coded
 from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise_stack
-from feddd.core.stacks import put_stack, take_stack
 from feddd.core.units import Mask, Params, Units
-from feddd.strategies.client import complement
 from feddd.strategies.protocol import Task
+from feddd.strategies.reference import bases
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -65,19 +64,6 @@ def arriving(
     rounded = _over_the_wire(coded, masks, sent.bits, units) if wire else dequantise(coded, units)
     added_to = bases(sent.server, sent.reference, tasks, units)
     return {slot.name: added_to[slot.name].add_(rounded[slot.name]) for slot in units.slots}
-
-
-def bases(model: Params, reference: Params, tasks: Sequence[Task], units: Units) -> dict[str, Tensor]:
-    """The model where a client was sent it in this round, the reference elsewhere; a stack."""
-    count = len(tasks)
-    stack = {slot.name: model[slot.name].expand(count, *slot.shape).clone() for slot in units.slots}
-    if any(task.download is not None for task in tasks):
-        everything = units.full_mask()
-        received = [everything if task.download is None else unpack_mask(task.download, units) for task in tasks]
-        rest = complement({layer.name: torch.stack([one[layer.name] for one in received]) for layer in units.layers})
-        known = {slot.name: reference[slot.name].expand(count, *slot.shape) for slot in units.slots}
-        put_stack(units, stack, rest, take_stack(units, known, rest))
-    return stack
 
 
 def _over_the_wire(coded: Coded, masks: Mask, bits: int, units: Units) -> dict[str, Tensor]:

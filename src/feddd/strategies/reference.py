@@ -9,17 +9,21 @@ was sent nothing; the server adds it to its own values in place of what it sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.payload import coverage_size, most_bytes, payload_sizes
+from feddd.core.payload import coverage_size, most_bytes, payload_sizes, unpack_mask
 from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise
+from feddd.core.stacks import put_stack, take_stack
 from feddd.core.streams import stream
+from feddd.core.submodel import slice_model
 from feddd.core.units import Units
+from feddd.strategies.client import complement
 from feddd.strategies.protocol import Plan, Reference, ServerState, Task, Upload
 
 
@@ -46,24 +50,25 @@ class Sending:
         if self.before is None or self.reference is None:
             return int(payload_sizes(mask, table)[0]) if mask else most_bytes(table)
         own = int(payload_sizes(mask, table, self.bits)[0]) if mask else most_bytes(table, self.bits)
-        behind = self.behind(task.client)
-        if behind == 0:
-            return own
-        whole = most_bytes(table)
-        missed = whole if behind is None else min(whole, behind * most_bytes(table, self.bits))
+        missed = self.missed(task.client, table)
+        if missed is not None:
+            return own + missed * most_bytes(table, self.bits)
         # Where the reference is sent as it is, a broadcast has nothing to add to it.
-        return whole if self.moves and missed == whole else missed + own
+        return most_bytes(table) + (0 if self.moves else own)
 
     @property
     def moves(self) -> bool:
         """Whether the reference becomes what is sent."""
-        return self.coded is None or self.reference is not self.before
+        if self.before is None or self.reference is None:
+            return False
+        return self.coded is None or self.reference.number > self.before.number
 
-    def behind(self, client: int) -> int | None:
-        """How many moves of the reference a client has missed; None if it holds none."""
-        if self.before is None or self.before.held[client] < 0:
+    def missed(self, client: int, table: Units) -> int | None:
+        """How many moves of the reference a client is sent later; None if it is sent all of the reference instead."""
+        if self.before is None or self.coded is None or self.before.held[client] < 0:
             return None
-        return self.before.number - int(self.before.held[client])
+        behind = self.before.number - int(self.before.held[client])
+        return None if behind * most_bytes(table, self.bits) >= most_bytes(table) else behind
 
 
 def sending(state: ServerState, plan: Plan, table: Units, seed: int) -> Sending:
@@ -88,7 +93,28 @@ def moved(reference: Mapping[str, Tensor], coded: Coded, table: Units) -> dict[s
     return moved | {alias: moved[name] for alias, name in table.aliases}
 
 
-def reference_after(sent: Sending, uploads: tuple[Upload, ...] | list[Upload]) -> Reference | None:
+def bases(
+    model: Mapping[str, Tensor], reference: Mapping[str, Tensor], tasks: Sequence[Task], units: Units
+) -> dict[str, Tensor]:
+    """The model where a client was sent it in this round, the reference elsewhere; a stack."""
+    count = len(tasks)
+    stack = {slot.name: model[slot.name].expand(count, *slot.shape).clone() for slot in units.slots}
+    if any(task.download is not None for task in tasks):
+        everything = units.full_mask()
+        received = [everything if task.download is None else unpack_mask(task.download, units) for task in tasks]
+        rest = complement({layer.name: torch.stack([one[layer.name] for one in received]) for layer in units.layers})
+        known = {slot.name: reference[slot.name].expand(count, *slot.shape) for slot in units.slots}
+        put_stack(units, stack, rest, take_stack(units, known, rest))
+    return stack
+
+
+def narrowed(coded: Coded, wide: Units, narrow: Units) -> Coded:
+    """What a sub-model has of a coded difference: the same codes, the same scales."""
+    scales = {layer.name: coded.scales[layer.name][: layer.units] for layer in narrow.layers}
+    return Coded(slice_model(coded.codes, wide, narrow), scales)
+
+
+def reference_after(sent: Sending, uploads: Sequence[Upload]) -> Reference | None:
     """The reference after a round: those that trained have it."""
     reference = sent.reference
     if reference is None:
