@@ -171,7 +171,7 @@ class Simulation:
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
-            state = dataclasses.replace(state, reference=reference_after(sent, uploads))
+            state = dataclasses.replace(state, reference=reference_after(sent, uploads), mask_error=error)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None

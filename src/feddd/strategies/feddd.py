@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.allocation import allocate, check_budget
+from feddd.core.allocation import Allocation, allocate, check_budget
 from feddd.core.selection import SELECTORS, Selector
+from feddd.strategies.adapting import (
+    TARGETS,
+    Target,
+    after_trial,
+    begin_trials,
+    budget_for_bytes,
+    budget_for_seconds,
+    mean_loss,
+    seconds_of,
+    staying_out,
+    trial_budget,
+)
 from feddd.strategies.protocol import (
     Fleet,
     Plan,
@@ -39,9 +51,16 @@ class FedDD:
     value_bits: 32, or 8, 4 or 2 to send rounded differences; then equal models drop from round 1 on
     download: "paper" lets the allocation believe that a download shrinks with the rate of its own round; "fixed" tells
     it the truth: the coming download was decided by the last upload, or is the full model
+
+    budget = "auto" chooses A every round for a target: "round_seconds", "round_bytes" (both ways) or "run_bytes" (over
+    `auto_rounds` rounds) of `auto_value`, or "progress", the greatest decrease of the loss per second
+    broadcast_error: also broadcast when the mask errors since the last broadcast add up to this (in the simulator;
+    a deployment cannot measure them and keeps to h)
+    leave_out: the share of the clients, those that contribute least per second, that stays out of a round;
+    max_absence: for so many rounds in a row at most
     """
 
-    budget: float = 0.6
+    budget: float | Literal["auto"] = 0.6
     max_dropout: float = 0.8
     penalty: float = 0.1
     broadcast_every: int = 5
@@ -51,9 +70,16 @@ class FedDD:
     broadcast_later: tuple[tuple[int, int], ...] = ()
     value_bits: int = 32
     download: Literal["paper", "fixed"] = "paper"
+    auto_target: Target = "progress"
+    auto_value: float = 0.0
+    auto_rounds: int = 0
+    broadcast_error: float | None = None
+    leave_out: float = 0.0
+    max_absence: int = 5
 
     def __post_init__(self) -> None:
-        check_budget(self.budget, self.max_dropout)
+        check_budget(1.0 if self.budget == "auto" else self.budget, self.max_dropout)
+        self._check_adapting()
         if not (np.isfinite(self.penalty) and self.penalty >= 0):
             raise ValueError(f"penalty must be finite and at least 0, not {self.penalty}")
         if self.broadcast_every < 0:
@@ -75,6 +101,20 @@ class FedDD:
         if self.rates not in RATES:
             raise ValueError(f"rates must be one of {', '.join(RATES)}, not {self.rates!r}")
 
+    def _check_adapting(self) -> None:
+        if self.auto_target not in TARGETS:
+            raise ValueError(f"auto_target must be one of {', '.join(TARGETS)}, not {self.auto_target!r}")
+        if self.budget == "auto" and self.auto_target != "progress" and not 0 < self.auto_value < np.inf:
+            raise ValueError(f"auto_target {self.auto_target!r} needs an auto_value above 0, not {self.auto_value}")
+        if self.budget == "auto" and self.auto_target == "run_bytes" and self.auto_rounds < 1:
+            raise ValueError("auto_target 'run_bytes' needs auto_rounds, the rounds that share the bytes")
+        if self.budget == "auto" and self.rates == "uniform":
+            raise ValueError('budget = "auto" goes with rates = "differential"')
+        if self.broadcast_error is not None and not self.broadcast_error > 0:
+            raise ValueError(f"broadcast_error must be above 0, not {self.broadcast_error}")
+        if not 0 <= self.leave_out < 1 or self.max_absence < 1:
+            raise ValueError("leave_out must lie between 0 and 1, and max_absence be at least 1")
+
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Round 1 is full both ways; later ones drop by the rates and download what each client sent last."""
         number, fleet = state.round + 1, fleet.in_bits(self.value_bits)
@@ -88,6 +128,8 @@ class FedDD:
         # A first upload of everything tells the server what models there are; where they are equal it knows.
         drops = state.round > 0 or (self.value_bits < 32 and not fleet.heterogeneous)
         rates = self.dropout_rates(state, fleet) if drops else np.zeros(len(fleet))
+        # Who stayed out of the last round may have missed a broadcast.
+        returning = state.last_round < state.round
         tells_coverage = number == 2 and fleet.heterogeneous and self.selector == "importance"
         tasks = tuple(
             Task(
@@ -95,16 +137,20 @@ class FedDD:
                 dropout=float(rates[client]),
                 selector=self.selector,
                 always_send=self.always_send,
-                download=None if broadcast else state.masks[client],
+                download=None if broadcast or returning[client] else state.masks[client],
                 coverage=tells_coverage,
             )
             for client in range(len(fleet))
+            if rates[client] < 1.0
         )
         return Plan(number, tasks, self.value_bits, broadcast)
 
     def broadcasts(self, state: ServerState) -> bool:
         """Whether the coming round begins with the full model for everybody."""
         every = self.broadcast_period(state.round)
+        drift = _remembered(state, "drift", 0.0) + np.nan_to_num(state.mask_error)
+        if self.broadcast_error is not None and drift >= self.broadcast_error:
+            return True
         return state.round == 0 or (every > 0 and state.round % every == 0)
 
     def broadcast_period(self, number: int) -> int:
@@ -114,8 +160,12 @@ class FedDD:
 
     def dropout_rates(self, state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
         """D_n for the coming round, from what the last ones reported."""
-        if self.rates == "uniform":
-            return np.full(len(fleet), 1.0 - self.budget)
+        contributed = contribution(state, fleet)
+        out = staying_out(state, fleet, contributed, self.leave_out, self.max_absence)
+        rates = np.ones(len(fleet))
+        if self.rates == "uniform" and self.budget != "auto":
+            rates[~out] = 1.0 - self._within(self.budget, fleet, out)
+            return rates
         always_bits = sum((fleet.layer_bits[name] for name in self.always_send), start=np.zeros(len(fleet)))
         droppable_bits = fleet.droppable_bits - always_bits
         constant_seconds = fleet.compute_seconds + (fleet.fixed_bits + always_bits) * fleet.seconds_per_bit
@@ -125,21 +175,71 @@ class FedDD:
             seconds_per_bit = 1.0 / fleet.uplink_bits_per_s
             coming_bits = download_shares(state, self.broadcasts(state)) * droppable_bits
             constant_seconds = constant_seconds + coming_bits / fleet.downlink_bits_per_s
-        return allocate(
-            droppable_bits,
-            seconds_per_bit,
-            constant_seconds,
-            contribution(state, fleet),
-            budget=self.budget,
-            max_dropout=self.max_dropout,
-            penalty=self.penalty * full_seconds,
-        ).dropout
+
+        def at(budget: float) -> Allocation:
+            return allocate(
+                droppable_bits[~out],
+                seconds_per_bit[~out],
+                constant_seconds[~out],
+                contributed[~out],
+                budget=self._within(budget, fleet, out),
+                max_dropout=self.max_dropout,
+                penalty=self.penalty * full_seconds,
+            )
+
+        rates[~out] = at(self._chosen_budget(state, fleet, lambda budget: at(budget).round_seconds)).dropout
+        return rates
+
+    def _within(self, budget: float, fleet: Fleet, out: NDArray[np.bool_]) -> float:
+        """The budget of those that take part, so that the fleet uploads as much as if nobody stayed out."""
+        if not out.any():
+            return budget
+        share = float(fleet.droppable_bits.sum() / fleet.droppable_bits[~out].sum())
+        return min(max(budget * share, 1.0 - self.max_dropout), 1.0)
+
+    def _chosen_budget(self, state: ServerState, fleet: Fleet, seconds_at: Callable[[float], float]) -> float:
+        """A for the coming round."""
+        if self.budget != "auto":
+            return self.budget
+        least = 1.0 - self.max_dropout
+        if self.auto_target == "round_seconds":
+            return budget_for_seconds(seconds_at, self.auto_value, least)
+        if self.auto_target == "progress":
+            return trial_budget(state.memory if _is_trial(state.memory) else begin_trials(0.6), state.round + 1, least)
+        allowed = self.auto_value
+        if self.auto_target == "run_bytes":
+            left = max(1, self.auto_rounds - state.round)
+            allowed = max(0.0, allowed - _remembered(state, "spent", 0.0)) / left
+        shares = download_shares(state, self.broadcasts(state))
+        down = float((shares * fleet.droppable_bits + fleet.fixed_bits).sum()) / 8
+        whole = float(fleet.droppable_bits.sum()) / 8
+        return budget_for_bytes(allowed, down, float(fleet.fixed_bits.sum()) / 8, whole, least)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
     ) -> ServerState:
-        """Remember the new model, the losses and the masks."""
-        return digest(state, plan, uploads, model)
+        """Remember the new model, the losses and the masks, and what the next choices need."""
+        memory: dict[str, Any] = {}
+        if self.budget == "auto" and self.auto_target == "progress":
+            memory = state.memory if _is_trial(state.memory) else begin_trials(0.6)
+            loss, least = mean_loss(uploads), 1.0 - self.max_dropout
+            if not np.isnan(loss):
+                memory = after_trial(memory, plan.round, loss, seconds_of(uploads, fleet), least)
+        if self.budget == "auto" and self.auto_target == "run_bytes":
+            sent = sum(upload.upload_bytes + upload.download_bytes for upload in uploads)
+            memory |= {"spent": _remembered(state, "spent", 0.0) + float(sent)}
+        if self.broadcast_error is not None:
+            drift = _remembered(state, "drift", 0.0) + float(np.nan_to_num(state.mask_error))
+            memory |= {"drift": 0.0 if plan.broadcast else drift}
+        return digest(state, plan, uploads, model, memory=memory or None)
+
+
+def _is_trial(memory: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(memory, dict) and "gains" in memory
+
+
+def _remembered(state: ServerState, key: str, default: float) -> float:
+    return float(state.memory.get(key, default)) if isinstance(state.memory, dict) else default
 
 
 def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:

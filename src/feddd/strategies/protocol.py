@@ -166,7 +166,8 @@ class ServerState:
     round: rounds digested so far    masks: of each client's last counted upload; None if it holds no state
     last_round: when it last took part, 0 for never    kept_shares: of the model that its last upload held
     memory: what one method needs besides
-    reference: what differences are taken to, None where values travel as they are; whoever drives the rounds keeps it
+    reference: what differences are taken to, None where values travel as they are    mask_error: of the last round,
+    NaN if nobody can measure it; whoever drives the rounds keeps these two
     """
 
     round: int
@@ -180,6 +181,7 @@ class ServerState:
     last_round: NDArray[np.int64]
     memory: object = None
     reference: Reference | None = None
+    mask_error: float = math.nan
 
 
 class Strategy(Protocol):

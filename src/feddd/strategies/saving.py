@@ -39,6 +39,7 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "round": state.round,
         "masks": [None if mask is None else mask.hex() for mask in state.masks],
         "memory": _memory(state.memory),
+        "mask_error": None if math.isnan(state.mask_error) else state.mask_error,
         "reference": {"number": reference.number, "held": reference.held.tolist()} if reference else None,
     }
     return tensors, document
@@ -59,6 +60,7 @@ def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], lik
         masks=masks,
         memory=_remembered(document["memory"]),
         reference=_reference(document["reference"], tensors, like, len(masks)),
+        mask_error=math.nan if document["mask_error"] is None else float(document["mask_error"]),
         **arrays,
     )
 

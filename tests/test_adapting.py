@@ -1,0 +1,152 @@
+"""What FedDD chooses by itself: the budget for a target, when to broadcast, and who stays out of a round."""
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feddd.experiments.running import build_world
+from feddd.simulation.simulator import RoundRecord, Simulation
+from feddd.strategies.adapting import (
+    STEP,
+    TRIALS,
+    after_trial,
+    begin_trials,
+    budget_for_bytes,
+    budget_for_seconds,
+    trial_budget,
+)
+from feddd.strategies.feddd import FedDD
+from worlds import experiment
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Iterator[Simulation]:
+    with Simulation(build_world(experiment(fleet={"clients": 8}, data={"train_limit": 240})), workers=1) as made:
+        yield made
+
+
+def run(simulation: Simulation, rounds: int = 8, **options: Any) -> list[RoundRecord]:
+    return list(simulation.run(FedDD(**options), rounds))
+
+
+def sent(record: RoundRecord) -> float:
+    return sum(row.upload.upload_bytes + row.upload.download_bytes for row in record.clients)
+
+
+@given(st.floats(0.2, 1.0), st.floats(1.0, 100.0))
+def test_the_budget_for_a_time_is_the_largest_that_keeps_it(wanted: float, scale: float) -> None:
+    found = budget_for_seconds(lambda budget: scale * budget, scale * wanted, 0.2)
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert scale * found <= scale * wanted * (1 + 1e-9)
+    assert budget_for_seconds(lambda budget: scale * budget, 0.0, 0.2) == 0.2
+
+
+def test_the_budget_for_bytes_leaves_room_for_what_comes_down() -> None:
+    assert budget_for_bytes(allowed=100.0, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == pytest.approx(0.5)
+    assert budget_for_bytes(allowed=10.0, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == 0.2
+    assert budget_for_bytes(allowed=1e9, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == 1.0
+
+
+@pytest.mark.parametrize("better", ["below", "above"])
+def test_trials_move_to_the_budget_that_brings_more_per_second(better: str) -> None:
+    memory, loss = begin_trials(0.6), 10.0
+    assert (trial_budget(memory, 1, 0.2), trial_budget(memory, 2, 0.2)) == (0.6 / STEP, 0.6 * STEP)
+    for number in range(1, 2 * TRIALS + 2):
+        memory = after_trial(memory, number, loss, 1.0, 0.2)
+        tried_below = number % 2 == 1
+        loss -= 0.2 if tried_below == (better == "below") else 0.1
+    assert memory["budget"] == pytest.approx(0.6 / STEP if better == "below" else 0.6 * STEP)
+    assert memory["gains"] == [[0.0, 0.0, 0], [0.0, 0.0, 0]]
+
+
+def test_a_round_keeps_to_its_time(simulation: Simulation) -> None:
+    plain = run(simulation)
+    wanted = 0.8 * np.mean([record.round_seconds for record in plain[2:]])
+    timed = run(simulation, budget="auto", auto_target="round_seconds", auto_value=float(wanted), download="fixed")
+    # Masks are rounded to whole units, so that a round may take a little more than was planned.
+    assert all(record.round_seconds <= 1.1 * wanted for record in timed[2:] if record.round % 5 != 1)
+    assert np.mean([record.round_seconds for record in timed[2:]]) < np.mean([r.round_seconds for r in plain[2:]])
+
+
+def test_a_round_keeps_to_its_bytes_and_a_run_to_its(simulation: Simulation) -> None:
+    whole = sent(run(simulation, 2)[0])
+    rounds = run(simulation, budget="auto", auto_target="round_bytes", auto_value=0.6 * whole)
+    settled = [record for record in rounds[2:] if record.round % 5 != 1]
+    assert all(sent(record) == pytest.approx(0.6 * whole, rel=0.05) for record in settled)
+    spread = run(simulation, 12, budget="auto", auto_target="run_bytes", auto_value=8 * whole, auto_rounds=12)
+    assert sum(sent(record) for record in spread) == pytest.approx(8 * whole, rel=0.05)
+
+
+def test_progress_tries_two_budgets_in_turn(simulation: Simulation) -> None:
+    rounds = run(simulation, 6, budget="auto")
+    shares = [np.mean([row.upload.kept_share for row in record.clients]) for record in rounds]
+    assert shares[2] == pytest.approx(0.6 / STEP, rel=0.05)
+    assert shares[3] == pytest.approx(0.6 * STEP, rel=0.05)
+
+
+def test_errors_of_the_masks_call_for_a_broadcast(simulation: Simulation) -> None:
+    never = run(simulation, broadcast_every=0)
+    errors = [record.mask_error or 0.0 for record in never]
+    limit = sum(errors[:4]) * 1.0001  # rounds 1 to 4 stay below it, round 5 passes it
+    rounds = run(simulation, broadcast_every=0, broadcast_error=limit)
+    full = max(row.upload.download_bytes for row in rounds[0].clients)
+    broadcast = [all(row.upload.download_bytes == full for row in record.clients) for record in rounds]
+    assert broadcast[:6] == [True, True, False, False, False, True]  # round 2 downloads what round 1 sent: all
+
+
+def test_those_that_bring_least_stay_out_but_not_for_long(simulation: Simulation) -> None:
+    rounds = run(simulation, 12, leave_out=0.25, max_absence=2)
+    taking_part = [{row.upload.client for row in record.clients} for record in rounds]
+    assert taking_part[0] == set(range(8))
+    assert all(len(there) == 6 for there in taking_part[1:4])
+    for client in range(8):
+        away = "".join("." if client in there else "x" for there in taking_part)
+        assert "xxx" not in away
+    plain = run(simulation, 4)
+    for left_out, everybody in zip(rounds[2:4], plain[2:4], strict=True):
+        kept = sum(row.upload.upload_bytes for row in left_out.clients)
+        assert kept == pytest.approx(sum(row.upload.upload_bytes for row in everybody.clients), rel=0.05)
+
+
+def test_whoever_comes_back_gets_the_full_model(simulation: Simulation) -> None:
+    rounds = run(simulation, 8, leave_out=0.25, max_absence=1, broadcast_every=0)
+    full = max(row.upload.download_bytes for row in rounds[0].clients)
+    for before, record in pairwise(rounds):
+        sent_last = {row.upload.client: row.upload.upload_bytes for row in before.clients}
+        assert len(sent_last) < 8 or before is rounds[0]
+        for row in record.clients:
+            assert row.upload.download_bytes == sent_last.get(row.upload.client, full)
+
+
+WRONG = [
+    {"budget": "auto", "auto_target": "round_seconds"},
+    {"budget": "auto", "auto_target": "run_bytes", "auto_value": 1.0},
+    {"budget": "auto", "rates": "uniform"},
+    {"auto_target": "x"},
+    {"broadcast_error": 0.0},
+    {"leave_out": 1.0},
+    {"max_absence": 0},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"auto|broadcast_error|leave_out"):
+        FedDD(**wrong)
+
+
+def test_the_memory_of_choices_is_plain() -> None:
+    from feddd.strategies.saving import pack_state, unpack_state
+
+    world = build_world(experiment(fleet={"clients": 4}, data={"train_limit": 120}))
+    with Simulation(world, workers=1) as simulation:
+        *_, record = simulation.run(FedDD(budget="auto", broadcast_error=1.0), 4)
+        tensors, document = pack_state(record.state)
+        assert unpack_state(tensors, document, simulation.initial).memory == record.state.memory
+        assert dataclasses.replace(record.state).mask_error == record.mask_error
