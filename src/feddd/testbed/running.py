@@ -29,6 +29,8 @@ from feddd.world import models
 
 APP = Path(__file__).parent / "app"
 POLL_SECONDS = 2.0
+STATUS_SECONDS = 20.0
+"""Asking Flower how a run is starts a process of some seconds of work; looking for a new line does not."""
 
 Watch = Callable[[str, int, float | None], None]
 """Told after every round: the strategy's label, the round, the test accuracy."""
@@ -135,8 +137,11 @@ def _run_strategy(
         "fixed-links": options.fixed_links,
     }
     run = deployment.run_app(APP, config)
-    path, seen = out / "rounds.jsonl", 0
+    path, seen, asked = out / "rounds.jsonl", 0, time.monotonic()
     while seen < experiment.rounds:
+        status = ""
+        if time.monotonic() - asked > STATUS_SECONDS:  # before the lines are read, which may be the last ones
+            status, asked = deployment.status(run), time.monotonic()
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         whole = [line for line in lines if line.endswith("\n")]
         for line in whole[seen:]:
@@ -144,11 +149,9 @@ def _run_strategy(
             if watch:
                 watch(label, document["round"], document["evaluation"]["accuracy"])
             yield record_of(document)
-        if len(whole) == seen:
-            status = deployment.status(run)
-            if status.startswith("finished") and len(whole) == seen:
-                words = " ".join(deployment.run_log(run).split())[-500:]
-                raise RunError(f"the deployment ended after {seen} of {experiment.rounds} rounds ({status}): {words}")
+        if status.startswith("finished") and len(whole) == seen:
+            words = " ".join(deployment.run_log(run).split())[-500:]
+            raise RunError(f"the deployment ended after {seen} of {experiment.rounds} rounds ({status}): {words}")
         seen = len(whole)
         time.sleep(POLL_SECONDS)
 
