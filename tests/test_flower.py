@@ -19,7 +19,7 @@ from feddd import FedAvg, FedCS, FedDD, Oort
 from feddd.errors import InputError, RunError
 from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, Link, MeasuredLinks, RoundFacts, feddd_mod
-from feddd.flower.checkpoint import load_checkpoint
+from feddd.flower.checkpoint import load_checkpoint, save_checkpoint
 from feddd.flower.records import (
     ORDER,
     PAYLOAD,
@@ -394,6 +394,84 @@ def test_bad_answers_are_refused_recorded_and_do_not_stop_the_round(kind: str, t
     assert all(tensor.isfinite().all() for tensor in result.arrays.to_torch_state_dict().values())
     # What was refused is as if it had never been sent: the client starts from the full model again.
     assert facts[2].uploads[2].download_bytes == facts[0].uploads[2].download_bytes
+
+
+def honest_app(folder: Path, *sizes: int) -> ClientApp:
+    app = ClientApp(mods=[feddd_mod([lambda size=size: nn.Linear(4, size) for size in sizes], store=folder)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        after = {name: t + 0.1 for name, t in message.content["arrays"].to_torch_state_dict().items()}
+        metrics = MetricRecord({"train_loss": 1.0, "num-examples": 5})
+        return Message(RecordDict({"arrays": ArrayRecord(after), "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def test_a_client_that_always_asks_for_everything_gets_it_once_in_a_round(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def greedy(message: Message, context: Context) -> Message:
+        order = read_record(message.content, ORDER, Order)
+        assert order
+        asked.append(order.round)
+        content = RecordDict()
+        write_record(content, REPORT, Report("greedy", "ok" if order.what == "hello" else "resync"))
+        return Message(content, reply_to=message)
+
+    honest = honest_app(tmp_path, 3)
+    grid = MemoryGrid({1: (honest, {"client-id": "a"}), 2: (greedy, {})})  # type: ignore[dict-item]
+    facts: list[RoundFacts] = []
+    model = nn.Linear(4, 3)
+    strategy = FedDDStrategy(FedDD(), model, poll_seconds=0.01, deadline_seconds=30.0, on_round=facts.append)
+    strategy.start(grid, ArrayRecord(dict(model.state_dict())), 2)
+    assert asked == [0, 1, 1, 2, 2]  # hello, then the download and one more, round by round
+    assert facts[1].uploads[1].status == "refused: the client lost its state"
+    assert facts[1].uploads[0].status == "ok"
+
+
+def test_a_client_that_comes_back_with_another_sub_model_does_not_keep_its_mask(tmp_path: Path) -> None:
+    sizes = [nn.Linear(4, 40), nn.Linear(4, 3)]
+    app = honest_app(tmp_path, 40, 3)
+    held: dict[str, str] = {}
+
+    def shifty(message: Message, context: Context) -> Message:
+        """Says that it still holds what it held when it had the other model."""
+        order = read_record(message.content, ORDER, Order)
+        assert order
+        reply = app(message, context)
+        held["version"] = order.version or held.get("version", "")
+        found = read_record(reply.content, REPORT, Report)
+        if order.what == "hello" and found:
+            write_record(reply.content, REPORT, dataclasses.replace(found, held=held["version"]))
+        return reply
+
+    grid = MemoryGrid({1: (app, {"client-id": "a"}), 2: (shifty, {"client-id": "b"})})  # type: ignore[dict-item]
+    facts: list[RoundFacts] = []
+    strategy = FedDDStrategy(FedDD(broadcast_every=0), sizes, poll_seconds=0.01, on_round=facts.append)
+
+    def at(number: int, _: ArrayRecord) -> None:
+        if number == 2:
+            grid.nodes = {1: grid.nodes[1], 3: (shifty, {"client-id": "b", "sub-model": 1})}  # type: ignore[dict-item]
+
+    strategy.start(grid, ArrayRecord(dict(sizes[0].state_dict())), 3, evaluate_fn=at)  # type: ignore[arg-type]
+    assert [upload.status for upload in facts[-1].uploads] == ["ok", "ok"]
+
+
+def test_a_checkpoint_whose_clients_do_not_fit_the_models_is_refused(tmp_path: Path) -> None:
+    model, file = nn.Linear(4, 3), tmp_path / "server.safetensors"
+    arrays = ArrayRecord(dict(model.state_dict()))
+    grid = MemoryGrid({1: (honest_app(tmp_path, 3), {"client-id": "a"})})
+    FedDDStrategy(FedDD(), model, poll_seconds=0.01, min_clients=1, checkpoint=file).start(grid, arrays, 1)
+    good = load_checkpoint(file, dict(model.state_dict()))
+    other = dataclasses.replace(good.state, masks=(bytes(8),))
+    for wrong in (
+        dataclasses.replace(good, members=(dataclasses.replace(good.members[0], sub_model=1),)),
+        dataclasses.replace(good, state=other),
+    ):
+        save_checkpoint(file, wrong)
+        with pytest.raises(InputError, match="does not fit the models"):
+            FedDDStrategy(FedDD(), model, poll_seconds=0.01, min_clients=1, checkpoint=file).start(grid, arrays, 2)
 
 
 def test_a_client_whose_training_diverges_says_so(tmp_path: Path) -> None:

@@ -357,3 +357,57 @@ def test_a_coverage_of_signalling_nans_is_refused_without_a_word() -> None:
     data = encode_coverage({"l": torch.ones(2)}, table)
     with pytest.raises(feddd.PayloadError, match="above 0"):
         decode_coverage(data[:-4] + b"\1\0\xa0\x7f", table)
+
+
+# What is shown: on a terminal, and in Markdown
+
+
+@pytest.mark.parametrize("label", ["[bold]x", "[link=http:x]y", "[red"])
+def test_a_label_that_looks_like_markup_is_text_on_a_terminal(label: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from feddd.experiments.results import Results, summarise
+    from feddd.reporting import print_summary
+
+    config = parse_experiment({"strategy": [{"name": "feddd", "label": label}]}).model_dump()
+    empty = Results(Path(), config, {}, {}, {name: schema.empty_table() for name, schema in SCHEMAS.items()})
+    print_summary(Results(empty.path, config, {}, summarise(empty), empty.tables))
+    assert label in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["[/red]", "[bold]x[/bold]", "a\\[b]"])
+def test_a_client_that_looks_like_markup_is_text_on_a_terminal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from feddd.reporting import print_plan
+
+    client = {"client": name, "dropout": 0.1, "upload_bytes": 1.0, "seconds": 1.0}
+    totals = dict.fromkeys(("round_seconds", "full_round_seconds", "upload_bytes", "full_upload_bytes"), 1.0)
+    point = {"budget": 0.5, "round_seconds": 1.0, "upload_bytes": 1.0, "mean_dropout": 0.1}
+    others = {"clients_count": 1, "budget": 0.5, "max_dropout": 0.8}
+    print_plan(totals | others | {"clients": [client], "curve": [point]})
+    assert name in capsys.readouterr().out
+
+
+def test_a_reason_cannot_talk_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from feddd.cli import main
+
+    (tmp_path / "a.toml").write_text('"\\u001b[2J\\u009b" = 1', encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["feddd", "presets", "show", str(tmp_path / "a.toml")])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "unknown key �[2J�" in said
+    assert said.removesuffix("\n").isprintable()
+
+
+def test_a_clients_name_that_cannot_be_printed_is_refused(tmp_path: Path) -> None:
+    head = "client,uplink_bits_per_s,downlink_bits_per_s,compute_seconds\n"
+    (tmp_path / "fleet.csv").write_text(f"{head}\x1b[2J,1,1,1\n", encoding="utf-8")
+    with pytest.raises(InputError, match="cannot be printed"):
+        read_csv(tmp_path / "fleet.csv")
+
+
+def test_a_cell_of_a_markdown_table_stays_one_and_is_text() -> None:
+    from feddd.paper.tables import as_markdown
+
+    assert as_markdown([["a"], ["<script>|</script>\n| b"]]).splitlines()[-1] == "| &lt;script>\\|&lt;/script> \\| b |"

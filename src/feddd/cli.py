@@ -68,7 +68,9 @@ def _notes(error: Exception) -> list[str]:
 
 
 def _fail(reason: str, code: int) -> None:
-    sys.stderr.write(f"feddd: {' '.join(reason.split())}\n")
+    # What a reason quotes may come from a stranger's file, and a terminal obeys some characters.
+    line = "".join(letter if letter.isprintable() else "�" for letter in " ".join(reason.split()))
+    sys.stderr.write(f"feddd: {line}\n")
     sys.exit(code)
 
 

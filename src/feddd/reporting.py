@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -66,7 +67,7 @@ class RunProgress(_Bar):
     def advance(self, label: str, accuracy: float | None) -> None:
         """One more round of this strategy is done."""
         shown = f" {accuracy:.1%}" if accuracy is not None else ""
-        self._bar.update(self._task, advance=1, description=label, state=f"{shown:>6}")
+        self._bar.update(self._task, advance=1, description=escape(label), state=f"{shown:>6}")
 
 
 def print_summary(results: Results) -> None:
@@ -85,7 +86,7 @@ def print_summary(results: Results) -> None:
         table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for label, summary in _strategies(results).items():
         table.add_row(
-            label,
+            escape(label),
             _or_dash(summary["final_accuracy"], percent),
             _or_dash(summary["clock_seconds"], human_seconds),
             human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
@@ -99,8 +100,8 @@ def print_summary(results: Results) -> None:
         console.print(f"No strategy reached {names}.", highlight=False)
     absent = _not_counted(results)
     if absent:
-        console.print(absent, soft_wrap=True, highlight=False)
-    console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False)
+        console.print(absent, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _not_counted(results: Results) -> str:
@@ -132,7 +133,9 @@ def print_plan(planned: Mapping[str, Any]) -> None:
         rates.add_column(column, justify="left" if column == "client" else "right")
     shown = rows if len(rows) <= 20 else rows[:10] + rows[-10:]
     for row in shown:
-        rates.add_row(row["client"], f"{row['dropout']:.3f}", human_bytes(row["upload_bytes"]), f"{row['seconds']:.1f}")
+        rates.add_row(
+            escape(row["client"]), f"{row['dropout']:.3f}", human_bytes(row["upload_bytes"]), f"{row['seconds']:.1f}"
+        )
     console.print(rates)
     if len(rows) > len(shown):
         console.print(f"({len(rows) - len(shown)} clients in between; --json has all)")
@@ -198,7 +201,9 @@ class ReproduceProgress(_Bar):
         """One more round of a cell is done."""
         experiment = cell.experiment
         what = f"{self._done + 1}/{self._total} {experiment.name} seed {experiment.seed} {cell.label}"
-        self._bar.update(self._task, advance=cell.cost / experiment.rounds, description=f"{what} round {record.round}")
+        self._bar.update(
+            self._task, advance=cell.cost / experiment.rounds, description=escape(f"{what} round {record.round}")
+        )
 
     def kept(self) -> None:
         """One more cell is kept."""
@@ -218,7 +223,7 @@ def print_figures(drawn: Sequence[Drawn]) -> None:
         else:
             for title, (head, *body) in one.tables:
                 console.print(_grid(head, body, title))
-        console.print(f"files: {one.files[0].with_suffix('')}.*", soft_wrap=True, highlight=False)
+        console.print(f"files: {one.files[0].with_suffix('')}.*", soft_wrap=True, highlight=False, markup=False)
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
@@ -226,5 +231,5 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -
     for column in head:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table

@@ -1,6 +1,7 @@
 """FedDD on Flower: a strategy for the server and a mod for the clients. Nothing else of the package imports flwr."""
 
 try:
+    from feddd.flower.checks import Limits
     from feddd.flower.links import FixedLinks, Link, MeasuredLinks
     from feddd.flower.mod import feddd_mod
     from feddd.flower.server import RoundFacts
@@ -10,4 +11,4 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError('feddd.flower needs Flower: pip install "feddd[flower]"', name="flwr") from error
 
-__all__ = ["FedDDStrategy", "FixedLinks", "Link", "MeasuredLinks", "RoundFacts", "feddd_mod"]
+__all__ = ["FedDDStrategy", "FixedLinks", "Limits", "Link", "MeasuredLinks", "RoundFacts", "feddd_mod"]

@@ -189,7 +189,9 @@ def markdown(drawn: Drawn) -> str:
 
 
 def as_markdown(rows: Rows) -> str:
-    """A table in Markdown."""
-    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    """A table in Markdown; what a cell says is text, whatever it looks like."""
+    head, *body = (
+        [" ".join(cell.replace("|", "\\|").replace("<", "&lt;").splitlines()) for cell in row] for row in rows
+    )
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

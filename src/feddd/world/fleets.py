@@ -134,6 +134,8 @@ def _check_row(where: str, header: Sequence[str], row: Sequence[str]) -> dict[st
         if name == "client":
             if not text.strip():
                 raise InputError(f"{where}: the client has no name")
+            if not text.strip().isprintable():
+                raise InputError(f"{where}: the client's name {text.strip()!r:.80} cannot be printed")
             continue
         try:
             value = float(text)
