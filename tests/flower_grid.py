@@ -5,6 +5,7 @@ Messages carry what they would carry on the wire, as Flower's own objects; fault
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +20,19 @@ LOST = 5  # the code of Flower's answer for a node that is gone
 
 @dataclass
 class MemoryGrid(Grid):
-    """nodes: node id → its app and node config    offline, silent: nodes that are gone, and that never answer"""
+    """nodes: node id → its app and node config    offline, silent: nodes that are gone, and that never answer
+
+    uploading: whoever pulls the answer of such a node waits until it has arrived
+    """
 
     nodes: Mapping[int, tuple[ClientApp, Mapping[str, Any]]]
     offline: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    uploading: dict[int, threading.Event] = field(default_factory=dict)
     _waiting: dict[str, Message] = field(default_factory=dict)
     _count: int = 0
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         # Outside Flower's own processes nobody has said which task sends the messages.
@@ -64,7 +70,11 @@ class MemoryGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the apps of those that were asked, and take their replies."""
         wanted = [identity for identity in message_ids if identity in self._waiting]
-        return [self._run(self._waiting.pop(identity)) for identity in wanted if self._answers(identity)]
+        for identity in wanted:
+            if (arrived := self.uploading.get(self._waiting[identity].metadata.dst_node_id)) is not None:
+                arrived.wait()
+        with self._one_at_a_time:
+            return [self._run(self._waiting.pop(identity)) for identity in wanted if self._answers(identity)]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Flower's simple way: everybody that answers."""

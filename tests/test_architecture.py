@@ -39,13 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "reporting"}
+MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_run", "reporting"}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],
     "Allocation": ["dropout", "round_seconds", "objective"],
-    "FedAvg": ["participation"],
-    "FedCS": ["budget", "mode", "deadline_seconds"],
+    "FedAvg": ["participation", "value_bits"],
+    "FedCS": ["budget", "mode", "deadline_seconds", "value_bits"],
     "FedDD": [
         "budget",
         "max_dropout",
@@ -55,9 +55,11 @@ PROMISED = {
         "always_send",
         "rates",
         "broadcast_later",
+        "value_bits",
+        "download",
     ],
     "InputError": None,
-    "Oort": ["budget", "mode", "straggler_penalty"],
+    "Oort": ["budget", "mode", "straggler_penalty", "value_bits"],
     "PayloadError": None,
     "Results": ["path", "config", "environment", "summary", "tables"],
     "Units": ["layers", "fixed", "aliases"],
@@ -66,11 +68,15 @@ PROMISED = {
         *("upload_bits", "seconds_per_bit", "compute_seconds", "contribution"),
         *("*budget", "*max_dropout", "*penalty", "*solver"),
     ],
-    "decode": ["data", "like", "*units", "*finite"],
-    "encode": ["params", "mask", "*units"],
+    "decode": ["data", "like", "*units", "*finite", "*bits"],
+    "encode": ["params", "mask", "*units", "*bits", "*rng"],
     "load_experiment": ["path_or_name", "overrides", "base"],
     "load_results": ["path"],
-    "payload_size": ["mask", "like", "*units"],
+    "payload_size": ["mask", "like", "*units", "*bits"],
+    "resume": [
+        *("folder", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds"),
+    ],
     "run": [
         *(
             "experiment",
@@ -83,6 +89,7 @@ PROMISED = {
             "*watch",
             "*wire",
             "*pool",
+            "*checkpoint_seconds",
         ),
     ],
     "select": ["before", "after", "dropout", "*selector", "*coverage", "*rng", "*units", "*always_send"],

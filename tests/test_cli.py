@@ -210,7 +210,8 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # tables fit, the model (343 kB) does not
 
-    done = feddd("run", "tiny.toml", "--out", "o", "--workers", 1, cwd=tmp_path, preexec_fn=limit)
+    options = ["--out", "o", "--workers", 1, "--checkpoint-seconds", 3600]
+    done = feddd("run", "tiny.toml", *options, cwd=tmp_path, preexec_fn=limit)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr

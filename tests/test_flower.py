@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, Link, MeasuredLinks, RoundFacts, feddd_mod
 from feddd.flower.checkpoint import load_checkpoint
 from feddd.flower.records import (
-    CHUNK_BYTES,
     ORDER,
     PAYLOAD,
     REPORT,
     Order,
     RecordError,
     Report,
+    chunk_bytes,
     read_payload,
     read_record,
     write_payload,
@@ -133,7 +134,7 @@ def test_flowers_own_loop_works_too(tmp_path: Path) -> None:
 def test_a_node_that_does_not_answer_is_late_and_gets_the_full_model_when_it_is_back(tmp_path: Path) -> None:
     world = small_world()
     grid, facts = grid_of(world, tmp_path), []
-    strategy = strategy_of(world, FedDD(broadcast_every=0), facts, deadline_seconds=0.2)
+    strategy = strategy_of(world, FedDD(broadcast_every=0), facts, deadline_seconds=3.0)
 
     def at(number: int, _: ArrayRecord) -> None:
         grid.silent = {1002} if number == 1 else set()
@@ -163,7 +164,7 @@ def test_a_lost_node_is_recorded_with_its_reason_and_the_round_goes_on(tmp_path:
 def test_too_few_answers_stop_the_run_with_an_explanation(tmp_path: Path) -> None:
     world = small_world()
     grid = grid_of(world, tmp_path)
-    strategy = strategy_of(world, FedDD(), [], deadline_seconds=0.05, quorum=4)
+    strategy = strategy_of(world, FedDD(), [], deadline_seconds=0.3, quorum=4)
 
     def at(number: int, _: ArrayRecord) -> None:
         grid.silent = {1000, 1001, 1002} if number == 1 else set()
@@ -289,7 +290,7 @@ def _report(**changes: Any) -> Any:
 
 def _payload(edit: Any) -> Any:
     def change(content: RecordDict) -> None:
-        write_payload(content, edit(read_payload(content, 10**9)))
+        write_payload(content, edit(read_payload(content, 10**9)), 10**6)
 
     return change
 
@@ -541,18 +542,41 @@ def test_a_store_holds_one_version_and_survives_a_half_written_file(tmp_path: Pa
 
 
 def test_payloads_are_cut_into_small_arrays_and_put_together_again() -> None:
-    data = np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 17)
+    chunk = chunk_bytes(1e5)
+    assert 8 * chunk / 1e5 == pytest.approx(5.0, rel=0.01)
+    assert chunk_bytes(1.0) == 4 * 1024
+    assert chunk_bytes(1e9) == 256 * 1024
+    data = np.random.default_rng(0).bytes(3 * chunk + 17)
     content = RecordDict()
-    write_payload(content, data)
+    write_payload(content, data, chunk)
     sizes = [len(array.data) for array in content[PAYLOAD].values()]
-    assert sizes == [CHUNK_BYTES] * 3 + [17]
+    assert sizes == [chunk] * 3 + [17]
     assert read_payload(content, len(data)) == data
     with pytest.raises(RecordError, match="more than"):
         read_payload(content, len(data) - 1)
 
 
+def test_an_upload_that_is_still_arriving_holds_up_neither_the_others_nor_the_deadline(tmp_path: Path) -> None:
+    world, arrived = small_world(), threading.Event()
+    grid, facts = grid_of(world, tmp_path), []
+    strategy = strategy_of(world, FedAvg(), facts, deadline_seconds=3.0)
+
+    def at(number: int, _: ArrayRecord) -> None:
+        grid.uploading = {1000: arrived} if number == 1 else {}
+
+    try:
+        strategy.start(grid, initial(world), 3, evaluate_fn=at)  # type: ignore[arg-type]
+    finally:
+        arrived.set()
+    assert [[upload.status for upload in fact.uploads] for fact in facts] == [
+        ["ok"] * 6,
+        ["late"] + ["ok"] * 5,
+        ["ok"] * 6,
+    ]
+
+
 def test_orders_and_reports_survive_their_records() -> None:
-    order = Order("train", 3, "a", "b", 0.25, "delta", ("fc3",), 7, 2, True, False)
+    order = Order("train", 3, "a", "b", 0.25, "delta", ("fc3",), 7, 2, True, False, 4096)
     content = RecordDict()
     write_record(content, ORDER, order)
     assert read_record(content, ORDER, Order) == order

@@ -284,6 +284,19 @@ def test_a_worker_lost_after_many_rounds_goes_on_from_a_snapshot(world, monkeypa
         assert disturbed + [facts(record) for record in run] == undisturbed
 
 
+def test_a_worker_lost_after_a_resume_goes_on_from_what_was_restored(world):
+    strategy = FedDD(broadcast_every=0)
+    undisturbed = [facts(record) for record in records(world, strategy, rounds=6, workers=2)]
+    with Simulation(world, workers=1) as simulation:
+        record = list(zip(range(3), simulation.run(strategy, 6), strict=False))[-1][1]
+        standing = simulation.standing(record, simulation.holding(strategy, record.state))
+    with Simulation(world, workers=2) as simulation:
+        run = simulation.run(strategy, 6, after=standing)
+        resumed = [facts(next(run))]
+        kill(simulation, 0)
+        assert resumed + [facts(record) for record in run] == undisturbed[3:]
+
+
 def test_a_worker_that_always_dies_is_a_clear_error(world, monkeypatch):
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(FedAvg(), 3)

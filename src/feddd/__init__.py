@@ -25,6 +25,7 @@ _HOMES = {
     "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
     "payload_size": "feddd.core.payload",
+    "resume": "feddd.experiments.running",
     "run": "feddd.experiments.running",
     "select": "feddd.core.selection",
     "units": "feddd.core.units",
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from feddd.errors import InputError
     from feddd.experiments.loading import load_experiment
     from feddd.experiments.results import Results, load_results
-    from feddd.experiments.running import run
+    from feddd.experiments.running import resume, run
     from feddd.strategies.fedavg import FedAvg
     from feddd.strategies.fedcs import FedCS
     from feddd.strategies.feddd import FedDD
@@ -63,6 +64,7 @@ __all__ = [
     "load_experiment",
     "load_results",
     "payload_size",
+    "resume",
     "run",
     "select",
     "units",

@@ -12,7 +12,8 @@ import typer
 
 from feddd import __version__
 from feddd.cli_measure import bench, reproduce, run_on_testbed
-from feddd.cli_options import DataDir, Engine, Json, Overrides, print_json
+from feddd.cli_options import DataDir, Json, Overrides, Stopped, print_json
+from feddd.cli_run import run
 from feddd.errors import InputError, RunError
 
 INTERRUPTED = 130  # what shells call a process ended by Ctrl-C
@@ -45,7 +46,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False, prog_name="feddd")
         if code == INTERRUPTED:
-            _fail("interrupted; the rounds that were finished are in the run's folder", INTERRUPTED)
+            _fail("interrupted", INTERRUPTED)
+    except Stopped as stop:
+        _fail(str(stop), stop.code)
     except click.exceptions.Abort:
         _fail("interrupted", INTERRUPTED)
     except click.ClickException as error:
@@ -54,9 +57,14 @@ def main() -> None:
         _fail(str(error), 2)
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        _fail(f"{named}{error.strerror or error}", 1)
+        _fail("; ".join([f"{named}{error.strerror or error}", *_notes(error)]), 1)
     except RunError as error:
-        _fail(str(error), 1)
+        _fail("; ".join([str(error), *_notes(error)]), 1)
+
+
+def _notes(error: Exception) -> list[str]:
+    """How to go on, where whoever raised it knew."""
+    return getattr(error, "__notes__", [])
 
 
 def _fail(reason: str, code: int) -> None:
@@ -64,64 +72,7 @@ def _fail(reason: str, code: int) -> None:
     sys.exit(code)
 
 
-@app.command()
-def run(
-    experiment: Annotated[
-        str | None, typer.Argument(help="A preset's name or a TOML file; default: quickstart.")
-    ] = None,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder for the results; default: runs/NAME-TIMESTAMP.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Fleet, split, initial weights and batch order.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="How many rounds to simulate.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Worker processes; default: one per core. Same numbers.")] = None,
-    engine: Annotated[
-        Engine, typer.Option(help="Where the workers run: processes here, or actors of a Ray cluster. Same numbers.")
-    ] = Engine.local,
-    ray_address: Annotated[
-        str | None, typer.Option(help="The Ray cluster; default: RAY_ADDRESS, else a new one on this machine.")
-    ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(help="Keep clients' state in files here: for fleets larger than memory.")
-    ] = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no summary.")] = False,
-) -> None:
-    """Simulate an experiment: every strategy in it on the same clients, data and links.
-
-    Leaves tables, models and report.html in a new folder.
-
-    Examples: `feddd run`   `feddd run mnist-iid --rounds 50`   `feddd run my.toml --set strategy.feddd.budget=0.4`
-    """
-    from feddd.simulation.processes import WorkerPool, default_workers
-
-    count = default_workers() if workers is None else min(workers, default_workers())
-    # Workers import torch while this process does.
-    with WorkerPool(count if engine == Engine.local and count > 1 else 0) as pool:
-        from feddd.experiments.loading import load_experiment
-        from feddd.experiments.running import run as run_experiment
-        from feddd.reporting import RunProgress, print_summary
-
-        given = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
-        loaded = load_experiment(experiment or "quickstart", overrides or (), given)
-        with RunProgress(loaded, hidden=quiet or as_json) as progress:
-            results = run_experiment(
-                loaded,
-                out,
-                workers=workers,
-                engine=engine.value,
-                ray_address=ray_address,
-                state_dir=state_dir,
-                data_dir=data_dir,
-                watch=progress,
-                pool=pool,
-            )
-    if as_json:
-        print_json({"folder": str(results.path), **results.summary})
-    elif not quiet:
-        print_summary(results)
+app.command()(run)
 
 
 @presets_app.callback()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from feddd.cli_options import DataDir, Json, Overrides, ScaleChoice, print_json
+from feddd.cli_options import DataDir, Json, Overrides, ScaleChoice, print_json, stoppable
 from feddd.errors import InputError
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def reproduce(
         _list_figures(request, as_json)
         return
     missing = [] if draw_only else request.store.missing(request.cells())
-    with ReproduceProgress(missing, hidden=as_json or quiet) as progress:
+    with (
+        stoppable("what is finished is kept, and the same command goes on"),
+        ReproduceProgress(missing, hidden=as_json or quiet) as progress,
+    ):
         for _ in request.store.run(missing, workers=workers, data_dir=data_dir, watch=progress.watch):
             progress.kept()
     drawn = draw(request)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
+
+from feddd.errors import RunError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DataDir = Annotated[
@@ -32,6 +38,39 @@ class ScaleChoice(StrEnum):
     smoke = "smoke"
     small = "small"
     full = "full"
+
+
+class Stopped(RunError):
+    """Somebody asked a verb to end; the message says how to go on."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: all that tidies up after Ctrl-C tidies up after it too."""
+
+
+@contextlib.contextmanager
+def stoppable(advice: str = "") -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is inside tidily, as `Stopped`; advice: how to go on, if nobody inside knows."""
+
+    def terminate(_: int, __: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        what, number = ("ended by SIGTERM", signal.SIGTERM) if isinstance(error, _Terminated) else _CTRL_C
+        notes = getattr(error, "__notes__", None) or ([advice] if advice else [])
+        raise Stopped("; ".join([what, *notes]), 128 + number) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_CTRL_C = ("interrupted", signal.SIGINT)
 
 
 def print_json(document: Any) -> None:

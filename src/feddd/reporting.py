@@ -53,11 +53,14 @@ class RunProgress(_Bar):
             disable=hidden or not console.is_terminal,
         )
         total = experiment.rounds * len(experiment.strategy)
+        self._before = {section.label: n * experiment.rounds for n, section in enumerate(experiment.strategy)}
         self._task = self._bar.add_task(experiment.name, total=total, state="starting")
 
     def __call__(self, done: RoundDone) -> None:
         """One more round is done."""
         evaluation = done.record.evaluation
+        # A run that was resumed begins somewhere in the middle.
+        self._bar.update(self._task, completed=self._before[done.label] + done.record.round - 1)
         self.advance(done.label, evaluation.accuracy if evaluation else None)
 
     def advance(self, label: str, accuracy: float | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from feddd.benchmarks import parts, rounds, scale
+from feddd.benchmarks import parts, rounds, saving, scale
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.errors import InputError, nearest
 from feddd.files import write_atomically
@@ -34,6 +34,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "clients": scale.clients,
     "memory": scale.memory,
     "startup": scale.startup,
+    "checkpoints": saving.checkpoints,
 }
 
 

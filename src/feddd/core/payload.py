@@ -2,11 +2,13 @@
 
     bytes 0–3    magic b"FdDD"
     byte  4      version, 1
-    byte  5      value encoding, 0 = float32 (others are free for later)
+    byte  5      value encoding: 0 = float32; 1, 2, 3 = 8, 4, 2 bits a value
     bytes 6–7    zero
     bytes 8–15   digest of the layer table
     then         one bit per unit, layer by layer, least significant bit first, zero-padded to four bytes
-    then         float32 values, little-endian, contiguous per tensor, in the order of the layer table
+    then         float32 values, little-endian, contiguous per tensor, in the order of the layer table;
+                 in a few bits instead: a float32 scale per kept unit, the float32 values without a unit, then the
+                 whole numbers by which the scales are to be multiplied, packed, zero-padded to a byte
 
 Decoding is driven by the receiver's own layer table; nothing a sender writes decides how much is allocated.
 """
@@ -17,17 +19,19 @@ import io
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from feddd.core.quantise import FLOAT_BITS, Coded, pack_codes, quantise, unpack_codes
 from feddd.core.units import Mask, Params, Units, units_for
 
 MAGIC = b"FdDD"
 VERSION = 1
-FLOAT32 = 0
+ENCODINGS = {FLOAT_BITS: 0, 8: 1, 4: 2, 2: 3}
 _HEADER = struct.Struct("<4sBBH8s")
 VALUE_BYTES = 4
 
@@ -36,13 +40,27 @@ class PayloadError(ValueError):
     """The bytes are not a payload for this model."""
 
 
-def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = None) -> bytes:
-    """The kept units of `params` as bytes; integer tensors are not sent."""
+def encode(
+    params: Params,
+    mask: Mapping[str, Tensor],
+    *,
+    units: Units | None = None,
+    bits: int = FLOAT_BITS,
+    rng: np.random.Generator | None = None,
+) -> bytes:
+    """The kept units of `params` as bytes; integer tensors are not sent.
+
+    bits: 32 for the values as they are; 8, 4 or 2 to round them at random, with `rng`, to so many bits
+    """
     table = units_for(params, units)
     table.check_mask(mask)
+    if bits != FLOAT_BITS:
+        if rng is None:
+            raise ValueError("values in a few bits are rounded at random: encode needs rng")
+        return encode_coded(quantise(params, table, bits, rng), mask, table, bits)
     # The values are gathered right into the bytes that are returned: a copy would cost more than the gathering.
     buffer = io.BytesIO()
-    buffer.write(_HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest) + pack_mask(mask, table))
+    buffer.write(_head(table, mask, FLOAT_BITS))
     start, size = buffer.tell(), _size(table, mask)
     if size > start:
         buffer.seek(size - 1)
@@ -52,6 +70,19 @@ def encode(params: Params, mask: Mapping[str, Tensor], *, units: Units | None = 
     return buffer.getvalue()
 
 
+def encode_coded(coded: Coded, mask: Mapping[str, Tensor], table: Units, bits: int) -> bytes:
+    """The kept units of what `quantise` made."""
+    scales = [coded.scales[layer.name][mask[layer.name]] for layer in table.layers]
+    fixed = [coded.codes[slot.name].reshape(1) for slot in table.fixed]
+    floats = torch.cat([*scales, *fixed]).to(torch.float32).numpy().astype("<f4") if table.slots else b""
+    codes = table.take(coded.codes, mask, fixed=False).numpy()
+    return _head(table, mask, bits) + bytes(floats) + pack_codes(codes, bits)
+
+
+def _head(table: Units, mask: Mapping[str, Tensor], bits: int) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, ENCODINGS[bits], 0, table.digest) + pack_mask(mask, table)
+
+
 def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
     table.take(params, mask, out=torch.from_numpy(target))
     if sys.byteorder == "big":
@@ -59,14 +90,20 @@ def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Map
 
 
 def decode(
-    data: bytes | memoryview, like: Params, *, units: Units | None = None, finite: bool = False
+    data: bytes | memoryview,
+    like: Params,
+    *,
+    units: Units | None = None,
+    finite: bool = False,
+    bits: int = FLOAT_BITS,
 ) -> tuple[dict[str, Tensor], Mask]:
     """What `encode` was given: dense values, zero where the mask is false, and the mask.
 
     like: the receiver's own parameters (names, shapes, dtypes)    finite: also refuse values that are not finite
+    bits: as the sender was told; a payload in another encoding is refused
     """
     table = units_for(like, units)
-    mask, values = decode_values(data, table)
+    mask, values = decode_values(data, table, bits)
     if finite and not torch.isfinite(values).all():
         raise PayloadError("the payload holds a value that is not finite")
     dense = table.zeros_like(like)
@@ -74,7 +111,7 @@ def decode(
     return dense, mask
 
 
-def decode_values(data: bytes | memoryview, table: Units) -> tuple[Mask, Tensor]:
+def decode_values(data: bytes | memoryview, table: Units, bits: int = FLOAT_BITS) -> tuple[Mask, Tensor]:
     """The mask and the vector of kept values, checked against the layer table before anything large is made."""
     mask_bytes = _mask_bytes(table)
     if len(data) < _HEADER.size + mask_bytes:
@@ -82,23 +119,55 @@ def decode_values(data: bytes | memoryview, table: Units) -> tuple[Mask, Tensor]
     magic, version, encoding, reserved, digest = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise PayloadError("this is not a payload: its magic number is wrong")
-    if version != VERSION or encoding != FLOAT32 or reserved:
+    if version != VERSION or encoding not in ENCODINGS.values() or reserved:
         raise PayloadError(f"payload version {version}, value encoding {encoding} is not known here")
+    if encoding != ENCODINGS[bits]:
+        raise PayloadError(
+            f"the payload has value encoding {encoding}, and {ENCODINGS[bits]} ({bits} bits) is expected"
+        )
     if digest != table.digest:
         raise PayloadError("the payload belongs to a model with another layer table")
     mask = unpack_mask(bytes(data[_HEADER.size : _HEADER.size + mask_bytes]), table)
-    expected = _size(table, mask)
+    expected = _size(table, mask, bits)
     if len(data) != expected:
         raise PayloadError(f"the payload has {len(data)} bytes, its mask announces {expected}")
-    kept = np.frombuffer(data, dtype="<f4", offset=_HEADER.size + mask_bytes)
-    return mask, torch.from_numpy(kept.astype(np.float32))
+    body = memoryview(data)[_HEADER.size + mask_bytes :]
+    if bits == FLOAT_BITS:
+        return mask, torch.from_numpy(np.frombuffer(body, dtype="<f4").astype(np.float32))
+    return mask, _scaled(body, table, mask, bits)
 
 
-def payload_size(mask: Mapping[str, Tensor], like: Params, *, units: Units | None = None) -> int:
+def _scaled(body: memoryview, table: Units, mask: Mask, bits: int) -> Tensor:
+    """The vector of values behind scales and codes."""
+    kept_units = sum(int(kept.sum()) for kept in mask.values())
+    floats = np.frombuffer(body, "<f4", count=kept_units + len(table.fixed)).astype(np.float32)
+    scales, fixed = floats[:kept_units], floats[kept_units:]
+    if not (np.isfinite(scales).all() and (scales >= 0).all()):
+        raise PayloadError("a unit's scale must be finite and at least 0")
+    count = table.kept_elements(mask) - len(table.fixed)
+    try:
+        values = unpack_codes(body[4 * len(floats) :], count, bits)
+    except ValueError as error:
+        raise PayloadError(str(error)) from error
+    start = first = 0
+    for layer in table.layers:
+        units = int(mask[layer.name].sum())
+        own = scales[first : first + units, None]
+        first += units
+        for slot in layer.slots:
+            each = slot.elements // layer.units
+            values[start : start + each * units].reshape(units, each)[...] *= own
+            start += each * units
+    return torch.from_numpy(np.concatenate([values, fixed]))
+
+
+def payload_size(
+    mask: Mapping[str, Tensor], like: Params, *, units: Units | None = None, bits: int = FLOAT_BITS
+) -> int:
     """``len(encode(like, mask))`` without encoding."""
     table = units_for(like, units)
     table.check_mask(mask)
-    return _size(table, mask)
+    return _size(table, mask, bits)
 
 
 def fixed_bytes(table: Units) -> int:
@@ -111,6 +180,11 @@ def droppable_bytes(table: Units) -> int:
     return VALUE_BYTES * table.droppable_elements
 
 
+def most_bytes(table: Units, bits: int = FLOAT_BITS) -> int:
+    """The payload of the whole model."""
+    return int(_bytes(table, table.total_units, table.droppable_elements, bits))
+
+
 def coverage_size(table: Units) -> int:
     """Bytes of a message that tells a client CR(k): the same header, then one float32 per unit of its model."""
     return _HEADER.size + VALUE_BYTES * table.total_units
@@ -119,12 +193,13 @@ def coverage_size(table: Units) -> int:
 def encode_coverage(share: Mapping[str, Tensor], table: Units) -> bytes:
     """CR(k) of every unit of a client's model."""
     values = [share[layer.name].to(torch.float32).numpy().astype("<f4") for layer in table.layers]
-    return _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest) + b"".join(value.tobytes() for value in values)
+    header = _HEADER.pack(MAGIC, VERSION, ENCODINGS[FLOAT_BITS], 0, table.digest)
+    return header + b"".join(value.tobytes() for value in values)
 
 
 def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
     """The inverse of `encode_coverage`; shares lie above 0 and at most at 1."""
-    header = _HEADER.pack(MAGIC, VERSION, FLOAT32, 0, table.digest)
+    header = _HEADER.pack(MAGIC, VERSION, ENCODINGS[FLOAT_BITS], 0, table.digest)
     if len(data) != coverage_size(table) or data[: _HEADER.size] != header:
         raise PayloadError("this is not the coverage of this model's units")
     flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float64))
@@ -133,12 +208,14 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
     return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
 
 
-def payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int64]:
+def payload_sizes(packed: Sequence[bytes], table: Units, bits: int = FLOAT_BITS) -> NDArray[np.int64]:
     """`payload_size` of several packed masks at once."""
-    bits = np.unpackbits(np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1), axis=1, bitorder="little")
+    rows = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1)
+    flags = np.unpackbits(rows, axis=1, bitorder="little")
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
-    kept = bits[:, : table.total_units].astype(np.int64) @ per_unit.astype(np.int64)
-    return fixed_bytes(table) + VALUE_BYTES * kept
+    kept = flags[:, : table.total_units].astype(np.int64)
+    sizes: NDArray[np.int64] = _bytes(table, kept.sum(1), kept @ per_unit.astype(np.int64), bits)
+    return sizes
 
 
 def pack_mask(mask: Mapping[str, Tensor], table: Units) -> bytes:
@@ -170,5 +247,13 @@ def _mask_bytes(table: Units) -> int:
     return -(-table.total_units // 32) * 4
 
 
-def _size(table: Units, mask: Mapping[str, Tensor]) -> int:
-    return _HEADER.size + _mask_bytes(table) + VALUE_BYTES * table.kept_elements(mask)
+def _size(table: Units, mask: Mapping[str, Tensor], bits: int = FLOAT_BITS) -> int:
+    kept_units = sum(int(kept.sum()) for kept in mask.values())
+    return int(_bytes(table, kept_units, table.kept_elements(mask) - len(table.fixed), bits))
+
+
+def _bytes(table: Units, kept_units: Any, kept_elements: Any, bits: int) -> Any:
+    """Of a payload, or of several if the counts are arrays."""
+    if bits == FLOAT_BITS:
+        return fixed_bytes(table) + VALUE_BYTES * kept_elements
+    return fixed_bytes(table) + VALUE_BYTES * kept_units + -(-(bits * kept_elements) // 8)

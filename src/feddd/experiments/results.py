@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 from feddd.errors import InputError
 
+CHECKPOINTS = "checkpoint"
+"""In a run's folder until it is finished: what it goes on from, and the lock of the process that runs it."""
+
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 
 SCHEMAS: Mapping[str, Any] = {
@@ -83,6 +86,19 @@ class Results:
         """The rows of a table whose columns equal the given values, as dicts."""
         rows = self.tables[table].to_pylist()
         return [row for row in rows if all(row[column] == value for column, value in equal.items())]
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse what no run has left behind."""
+    if not (folder / "config.toml").is_file():
+        raise InputError(f"{folder} is not a run's folder: it has no config.toml")
+    if (folder / "deployment").is_dir():
+        raise InputError(f"{folder} was left by `feddd testbed`; only what `feddd run` began can be resumed")
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run was brought to its end."""
+    return (folder / "summary.json").is_file() and not (folder / CHECKPOINTS).exists()
 
 
 def load_results(path: str | os.PathLike[str]) -> Results:

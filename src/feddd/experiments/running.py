@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import json
 import os
-import platform
-import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.errors import InputError
+from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
+from feddd.experiments.folders import (
+    Lock,
+    begin_folder,
+    create_folder,
+    finish_folder,
+    report_so_far,
+    write_model,
+)
 from feddd.experiments.loading import load_experiment
-from feddd.experiments.report import write_report
-from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
-from feddd.experiments.tables import Tables, partition_table
-from feddd.files import write_atomically
+from feddd.experiments.results import SCHEMAS, Results, check_run_folder, is_finished, load_results
+from feddd.experiments.resuming import (
+    check_identity,
+    finished_strategies,
+    identity,
+    resumable,
+    tidy,
+)
+from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
 from feddd.simulation.processes import WorkerPool
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
@@ -39,9 +43,6 @@ from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
 from feddd.world import datasets, fleets, models, partitions, synthetic
-
-REFRESH_SECONDS = 30
-"""An open page about a run that goes on loads itself again after so long."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def run(
     watch: Callable[[Progress], None] | None = None,
     wire: bool = False,
     pool: WorkerPool | None = None,
+    checkpoint_seconds: float | None = None,
 ) -> Results:
     """Simulate every strategy of an experiment and leave tables, models, a summary and report.html in `out`.
 
@@ -72,36 +74,117 @@ def run(
     state_dir: keep what clients hold between rounds in memory-mapped files there, for fleets larger than memory
     watch: called after every round    wire: really encode and decode every payload
     pool: worker processes that were started before
+    checkpoint_seconds: save so often what `resume` goes on from (default: as often as costs 1 % of the time)
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    if workers is not None and workers < 1:
-        raise InputError(f"workers must be at least 1, not {workers}")
+    options = _options(workers, engine, ray_address, state_dir, wire, pool)
     world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
     experiment = _resolved(experiment, world)
-    strategies = {section.label: section.build() for section in experiment.strategy}
-    options: dict[str, Any] = {"engine": engine, "ray_address": ray_address, "state_dir": _state_folder(state_dir)}
-    with Simulation(world, workers=workers, wire=wire, pool=pool, **options) as simulation:
-        initial = start(simulation.initial, len(simulation.fleet))
-        for label, strategy in strategies.items():
-            # A first plan shows whether the strategy fits this fleet and model before anything is written.
-            try:
-                strategy.plan(initial, simulation.fleet, stream(world.seed, "strategy", 1))
-            except ValueError as error:
-                raise InputError(f"strategy {label!r}: {error}") from error
-        folder = new_folder(experiment, out)
-        begin_folder(folder, experiment)
-        with Tables(folder, seed=experiment.seed, then=lambda: _report_so_far(folder)) as tables:
-            tables.write_partition(label_counts_of(world))
-            _report_so_far(folder)
-            for label, strategy in strategies.items():
-                for record in simulation.run(strategy, experiment.rounds, evaluate_every=experiment.evaluate_every):
-                    tables.add(label, record)
-                    if watch:
-                        watch(Progress(label, record))
-                tables.flush()
-                _write_model(folder / f"model-{label}.safetensors", record.state.model)
-    return finish_folder(folder)
+    with Simulation(world, **options) as simulation:
+        _check_plans(simulation, experiment)
+        folder, lock = create_folder(experiment, out, identity(experiment, simulation))
+        with lock, resumable(folder):
+            _simulate(simulation, experiment, folder, [], watch, checkpoint_seconds)
+            return finish_folder(folder)
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    engine: EngineName = "local",
+    ray_address: str | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    wire: bool = False,
+    pool: WorkerPool | None = None,
+    checkpoint_seconds: float | None = None,
+) -> Results:
+    """Go on with an interrupted run: its folder ends as if nothing had happened, bit for bit. A finished one is read.
+
+    folder: what `run` has begun; the other arguments are those of `run` and may differ from the first time
+    """
+    folder = Path(folder)
+    check_run_folder(folder)
+    if is_finished(folder):
+        return load_results(folder)
+    with Lock(folder), resumable(folder):
+        experiment = load_experiment(folder / "config.toml")
+        tidy(folder, experiment)
+        finished, rows = finished_strategies(folder, experiment)
+        if len(finished) < len(experiment.strategy):
+            options = _options(workers, engine, ray_address, state_dir, wire, pool)
+            world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
+            with Simulation(world, **options) as simulation:
+                check_identity(folder, identity(experiment, simulation))
+                _simulate(simulation, experiment, folder, rows, watch, checkpoint_seconds, finished)
+        return finish_folder(folder)
+
+
+def _simulate(
+    simulation: Simulation,
+    experiment: Experiment,
+    folder: Path,
+    rows: Sequence[Rows],
+    watch: Callable[[Progress], None] | None,
+    checkpoint_seconds: float | None,
+    finished: Collection[str] = (),
+) -> None:
+    """Run the strategies that are not finished, each from its checkpoint if it has one; rows: of the finished ones."""
+    with Tables(folder, seed=experiment.seed, then=lambda: report_so_far(folder)) as tables:
+        tables.restore(rows)
+        tables.write_partition(label_counts_of(simulation.world))
+        report_so_far(folder)
+        for place, section in enumerate(experiment.strategy):
+            if section.label in finished:
+                continue
+            label, strategy = section.label, section.build()
+            checkpoints = Checkpoints(folder, place, label, strategy, checkpoint_seconds)
+            after, before = checkpoints.find(simulation.initial)
+            tables.restore(before)
+            for record in simulation.run(
+                strategy, experiment.rounds, evaluate_every=experiment.evaluate_every, after=after
+            ):
+                added = tables.add(label, record)
+                if watch:
+                    watch(Progress(label, record))
+                if record.round < experiment.rounds:
+                    checkpoints.offer(simulation, record, added)
+            tables.flush()
+            write_model(folder, label, record.state.model)
+            checkpoints.clear()
+
+
+def _check_plans(simulation: Simulation, experiment: Experiment) -> None:
+    """A first plan shows whether a strategy fits this fleet and model before anything is written."""
+    initial = start(simulation.initial, len(simulation.fleet))
+    for section in experiment.strategy:
+        try:
+            section.build().plan(initial, simulation.fleet, stream(experiment.seed, "strategy", 1))
+        except ValueError as error:
+            raise InputError(f"strategy {section.label!r}: {error}") from error
+
+
+def _options(
+    workers: int | None,
+    engine: EngineName,
+    ray_address: str | None,
+    state_dir: str | os.PathLike[str] | None,
+    wire: bool,
+    pool: WorkerPool | None,
+) -> dict[str, Any]:
+    """What a simulation is told besides its world; nothing of it changes a number."""
+    if workers is not None and workers < 1:
+        raise InputError(f"workers must be at least 1, not {workers}")
+    if state_dir is not None and not Path(state_dir).is_dir():
+        raise InputError(f"the state folder {os.fspath(state_dir)!r} does not exist")
+    folder = None if state_dir is None else Path(state_dir).absolute()
+    return {
+        **{"workers": workers, "engine": engine, "ray_address": ray_address},
+        **{"state_dir": folder, "wire": wire, "pool": pool},
+    }
 
 
 def write_strategy(
@@ -189,12 +272,6 @@ def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = No
     return Results(Path(), experiment.model_dump(), {}, {}, tables)
 
 
-def _state_folder(folder: str | os.PathLike[str] | None) -> Path | None:
-    if folder is not None and not Path(folder).is_dir():
-        raise InputError(f"the state folder {os.fspath(folder)!r} does not exist")
-    return None if folder is None else Path(folder).absolute()
-
-
 def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:
     """The columns of the fleet file; a client count that was also given must agree."""
     if fleet.file is None:
@@ -223,85 +300,6 @@ def _devices(fleet: FleetSection, file: fleets.FleetFile | None, seed: int, proc
     )
 
 
-def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
-    """A folder that holds nothing yet; anything that does is refused."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(out) if out is not None else Path("runs") / f"{experiment.name}-{stamp}"
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"{folder} already holds something; give --out another folder, nothing is overwritten")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
-    return folder
-
-
-def begin_folder(folder: Path, experiment: Experiment) -> None:
-    """What a run's folder holds from the start: the resolved config, and where it runs."""
-    _write_text(folder / "config.toml", experiment.to_toml())
-    _write_text(folder / "environment.json", _json(environment(experiment.seed)))
-
-
-def environment(seed: int) -> dict[str, Any]:
-    """Versions, machine and commit behind a run."""
-    packages = ("feddd", "torch", "numpy", "scipy", "pyarrow")
-    return {
-        "seed": seed,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "commit": _commit(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-@functools.cache
-def _commit() -> str | None:
-    """The commit of the checkout that this package runs from; None for an installed package."""
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
-    try:
-        top = subprocess.run([*command[:3], "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return found.stdout.strip() if top.returncode == 0 and found.returncode == 0 else None
-
-
 def label_counts_of(world: World) -> NDArray[np.int64]:
     """How many samples of each label each client has."""
     return partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
-
-
-def _report_so_far(folder: Path) -> None:
-    """A page about a run that goes on, which loads itself again when it is open."""
-    # Where there is no room for the page there may be for the tables, which are what counts.
-    with contextlib.suppress(OSError):
-        write_report([load_results(folder)], folder / "report.html", refresh_seconds=REFRESH_SECONDS)
-
-
-def finish_folder(folder: Path) -> Results:
-    """Sum up and draw what the tables say."""
-    tables = load_results(folder)
-    results = dataclasses.replace(tables, summary=summarise(tables))
-    _write_text(folder / "summary.json", _json(results.summary))
-    write_report([results], folder / "report.html")
-    return results
-
-
-def _write_model(path: Path, model: Mapping[str, Tensor]) -> None:
-    """Save a global model; tied tensors once each, because the format does not share memory."""
-    first: dict[int, str] = {}
-    untied = {
-        name: t.contiguous() for name, t in model.items() if first.setdefault(t.data_ptr() or id(t), name) == name
-    }
-    write_atomically(path, safetensors.torch.save(untied))
-
-
-def _write_text(path: Path, text: str) -> None:
-    write_atomically(path, text.encode())
-
-
-def _json(document: Any) -> str:
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"

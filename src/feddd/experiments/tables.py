@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,9 @@ from feddd.simulation.simulator import RoundRecord
 FLUSH_SECONDS = 5.0
 FLUSH_SHARE = 0.02
 """Tables are written again after so many seconds, but never for more than this share of a run's time."""
+
+Rows = tuple[str, Any]
+"""A table's name, and a record batch of it."""
 
 
 class Tables:
@@ -54,18 +57,26 @@ class Tables:
         finally:
             self._writer.shutdown()
 
-    def add(self, label: str, record: RoundRecord) -> None:
-        """Append one round."""
-        self._append("rounds", label, record.round, [_round_row(record)])
-        self._append("clients", label, record.round, [_client_row(row) for row in record.clients])
+    def add(self, label: str, record: RoundRecord) -> list[Rows]:
+        """Append one round; what was appended, by table."""
+        added = [
+            self._append("rounds", label, record.round, [_round_row(record)]),
+            self._append("clients", label, record.round, [_client_row(row) for row in record.clients]),
+        ]
         if record.evaluation is not None:
             accuracies = enumerate(record.evaluation.class_accuracy.tolist())
             rows = [{"label": number, "accuracy": accuracy} for number, accuracy in accuracies]
-            self._append("classes", label, record.round, rows)
+            added.append(self._append("classes", label, record.round, rows))
         rows = [{"phase": phase, "wall_seconds": seconds} for phase, seconds in record.wall_seconds.items()]
-        self._append("timings", label, record.round, rows)
+        added.append(self._append("timings", label, record.round, rows))
         if time.monotonic() >= self._next_flush and (self._writing is None or self._writing.done()):
             self._begin_flush()
+        return added
+
+    def restore(self, rows: Iterable[Rows]) -> None:
+        """Append what an earlier run had appended."""
+        for name, batch in rows:
+            self._batches[name].append(batch)
 
     def write_partition(self, counts: NDArray[np.int64]) -> None:
         """How many samples of each label each client has; counts: [clients, classes]."""
@@ -92,15 +103,18 @@ class Tables:
         """The seconds it took."""
         begun = time.monotonic()
         for name, batches in snapshot.items():
-            self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]))
+            # In one piece: the bytes of the file do not depend on how the rows came together.
+            self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]).combine_chunks())
         if self._then:
             self._then()
         return time.monotonic() - begun
 
-    def _append(self, name: str, label: str, number: int, rows: list[dict[str, Any]]) -> None:
+    def _append(self, name: str, label: str, number: int, rows: list[dict[str, Any]]) -> Rows:
         same = {"strategy": label, "seed": self._seed, "round": number}
         known = [same | {key: _known(value) for key, value in row.items()} for row in rows]
-        self._batches[name].append(pa.RecordBatch.from_pylist(known, schema=SCHEMAS[name]))
+        batch = pa.RecordBatch.from_pylist(known, schema=SCHEMAS[name])
+        self._batches[name].append(batch)
+        return name, batch
 
     def _write(self, name: str, table: Any) -> None:
         buffer = io.BytesIO()

@@ -182,7 +182,7 @@ class _Client:
         data = encode(after, mask, units=self._units)
         self._store.save(order.version, kept, self._units, self._coverage)
         write_record(content, REPORT, facts)
-        write_payload(content, data)
+        write_payload(content, data, order.chunk_bytes)
         return content
 
 

@@ -1,7 +1,7 @@
 """What travels in Flower's messages: orders, reports, and payloads cut into small arrays. No pickle anywhere.
 
-Flower moves an array as one object and sends it again from the start when a transfer times out, so a slow link needs
-small ones.
+Flower moves an array as one object, two at a time, and gives up on one that has not arrived whole after 30 s; sent
+again it is refused if the first did arrive, and the whole message is lost. So a slow link needs small ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
 PROTOCOL = 1
-CHUNK_BYTES = 256 * 1024
+MOST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 256 * 1024, 4 * 1024
+CHUNK_SECONDS = 5.0
+"""A piece of a payload takes no longer than this on an empty link."""
 ORDER, REPORT, PAYLOAD, COVERAGE = "feddd.order", "feddd.report", "feddd.payload", "feddd.coverage"
 _KIND = "feddd.bytes"  # how the arrays' bytes are to be read: by us
 
@@ -32,6 +34,7 @@ class Order:
     what: "hello", "train" or "evaluate"    base: the version its sparse download builds on, "" for the full model
     version: of the state that it is to keep after this round    place: its index at the server, the address of its
     random numbers    coverage: CR(k) is in the message; covered: it was told before, and is needed now
+    chunk_bytes: the pieces in which its upload is to travel
     """
 
     what: str
@@ -45,6 +48,7 @@ class Order:
     place: int = 0
     coverage: bool = False
     covered: bool = False
+    chunk_bytes: int = MOST_CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,15 @@ def read_record(content: RecordDict, key: str, kind: type[T]) -> T | None:
     return kind(**found)
 
 
-def write_payload(content: RecordDict, data: bytes, key: str = PAYLOAD) -> None:
-    """Put bytes into a message, in arrays small enough for a slow link."""
-    pieces = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+def chunk_bytes(bits_per_s: float) -> int:
+    """How large the pieces for a link may be."""
+    return int(min(max(CHUNK_SECONDS * bits_per_s / 8, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES))
+
+
+def write_payload(content: RecordDict, data: bytes, chunk: int, key: str = PAYLOAD) -> None:
+    """Put bytes into a message, in pieces of at most `chunk` bytes."""
+    chunk = min(max(chunk, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+    pieces = [data[start : start + chunk] for start in range(0, len(data), chunk)]
     arrays = {
         f"{number:06d}": Array(dtype="uint8", shape=(len(piece),), stype=_KIND, data=piece)
         for number, piece in enumerate(pieces)

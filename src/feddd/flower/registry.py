@@ -71,6 +71,7 @@ def grown(state: ServerState, clients: int) -> ServerState:
         oort_statistics=np.append(state.oort_statistics, unknown),
         samples=np.append(state.samples, unknown),
         label_coverage=np.append(state.label_coverage, unknown),
+        kept_shares=np.append(state.kept_shares, unknown),
         last_round=np.append(state.last_round, np.zeros(more, dtype=np.int64)),
     )
 
@@ -85,5 +86,6 @@ def part_of(state: ServerState, clients: Sequence[int]) -> ServerState:
         oort_statistics=state.oort_statistics[places],
         samples=state.samples[places],
         label_coverage=state.label_coverage[places],
+        kept_shares=state.kept_shares[places],
         last_round=state.last_round[places],
     )

@@ -34,12 +34,14 @@ from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from feddd.flower.checks import Accepted, read_report, read_upload
 from feddd.flower.links import Links
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
-from feddd.flower.records import COVERAGE, ORDER, Order, RecordError, Report, write_payload, write_record
+from feddd.flower.records import COVERAGE, ORDER, Order, RecordError, Report, chunk_bytes, write_payload, write_record
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
 from feddd.flower.rounds import Answer, exchange
 from feddd.strategies.checks import Limits, Refused, check_version
 from feddd.strategies.protocol import Plan, ServerState, Task, Upload, start
 from feddd.strategies.protocol import Strategy as Method
+
+HELLO_SECONDS = 90.0
 
 logger = getLogger("feddd.flower")
 
@@ -153,9 +155,9 @@ class Server:
             content = RecordDict()
             write_record(content, ORDER, Order("hello"))
             messages[node] = Message(content, node, MessageType.TRAIN, ttl=self._deadline_seconds)
-        found = exchange(
-            grid, messages, deadline_seconds=self._deadline_seconds, quorum=1, poll_seconds=self._poll_seconds
-        )
+        # Whoever does not say who it is soon is asked again before the next round.
+        seconds = min(HELLO_SECONDS, self._deadline_seconds)
+        found = exchange(grid, messages, deadline_seconds=seconds, quorum=1, poll_seconds=self._poll_seconds)
         # By name, so that the order in which nodes happen to answer decides nothing.
         reports = {node: report for node, answer in found.items() if (report := self._introduced(node, answer))}
         for node, report in sorted(reports.items(), key=lambda item: _natural(item[1].client)):
@@ -208,7 +210,7 @@ class Server:
         """The download of one client, and what it is to do."""
         task, number = pending.tasks[client], pending.plan.round
         member = self._registry.members[client]
-        table = self._tables[member.sub_model]
+        table, link = self._tables[member.sub_model], self._links[member.name]
         needed = self._needs_coverage(task, number)
         tells = task.coverage or (needed and client not in self._told)
         order = Order(
@@ -223,16 +225,18 @@ class Server:
             place=client,
             coverage=tells,
             covered=needed and not tells,
+            chunk_bytes=chunk_bytes(link.uplink_bits_per_s),
         )
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
         write_record(content, ORDER, order)
         mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
         data = encode(self._own(member.sub_model), mask, units=table)
-        write_payload(content, data)
+        chunk = chunk_bytes(link.downlink_bits_per_s)
+        write_payload(content, data, chunk)
         size = len(data)
         if tells:
             share = coverage(self._tables[0], [self._tables[one.sub_model] for one in self._registry.members])
-            write_payload(content, encode_coverage(narrow_coverage(share, table), table), COVERAGE)
+            write_payload(content, encode_coverage(narrow_coverage(share, table), table), chunk, COVERAGE)
             size += coverage_size(table)
             self._told.add(client)
         pending.download_bytes[client] = pending.download_bytes.get(client, 0) + size
@@ -251,11 +255,12 @@ class Server:
 
     def evaluate_message(self, client: int, node: int, number: int, config: ConfigRecord) -> Message:
         """The full model, to be tested at a client."""
-        sub_model = self._registry.members[client].sub_model
-        table = self._tables[sub_model]
+        member = self._registry.members[client]
+        table, link = self._tables[member.sub_model], self._links[member.name]
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
         write_record(content, ORDER, Order("evaluate", round=number))
-        write_payload(content, encode(self._own(sub_model), table.full_mask(), units=table))
+        data = encode(self._own(member.sub_model), table.full_mask(), units=table)
+        write_payload(content, data, chunk_bytes(link.downlink_bits_per_s))
         return Message(content, node, MessageType.EVALUATE, ttl=2 * self._deadline_seconds, group_id=str(number))
 
     def full_bytes(self, asked: Mapping[int, Message]) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from feddd.simulation.differences import Arrays, Download
 from feddd.simulation.kept import KeptArrays
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.shard import Arrays, ShardResult, ShardSpec, merge_partials
+from feddd.simulation.shard import ShardResult, ShardSpec, merge_partials
 from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
@@ -35,7 +36,7 @@ class _Round:
 
     number: int
     tasks: Sequence[Sequence[Task]]
-    model: Arrays
+    download: Download
 
 
 class Engine:
@@ -81,7 +82,20 @@ class Engine:
         self._forget_the_past()
         self._call("reset", [()] * len(self._workers))
 
-    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
+    def snapshot(self) -> dict[int, KeptArrays]:
+        """What every client keeps; a worker that is lost later is rebuilt from here."""
+        self._snapshots = self._call("snapshot", [()] * len(self._workers))
+        self._rounds = []
+        return {client: kept for snapshot in self._snapshots for client, kept in snapshot.items()}
+
+    def restore(self, kept: Mapping[int, KeptArrays]) -> None:
+        """Go on from what the clients kept, whoever owned them then."""
+        self._rounds = []
+        places = range(len(self._workers))
+        self._snapshots = [{n: own for n, own in kept.items() if self._owner[n] == place} for place in places]
+        self._call("restore", [(own,) for own in self._snapshots])
+
+    def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
         """One round: all uploads in client order, and the sums of all blocks."""
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
@@ -89,11 +103,10 @@ class Engine:
         if sum(task.download is None for task in tasks) == len(self._owner):
             self._forget_the_past()
         elif len(self._rounds) == REPLAY:
-            self._snapshots = self._call("snapshot", [()] * len(self._workers))
-            self._rounds = []
-        shared = self._backend.share(model)
+            self.snapshot()
+        shared = self._backend.share(download)
         answers: list[ShardResult] = self._call("train", [(number, batch, shared) for batch in mine])
-        self._rounds.append(_Round(number, mine, model))
+        self._rounds.append(_Round(number, mine, download))
         uploads = sorted((upload for answer in answers for upload in answer.uploads), key=lambda upload: upload.client)
         partials = {node: partial for answer in answers for node, partial in answer.partials.items()}
         parts = {part for answer in answers for part in answer.seconds}
@@ -141,7 +154,7 @@ class Engine:
             try:
                 self._ask(worker, "restore", self._snapshots[place])
                 for past in self._rounds:
-                    self._ask(worker, "train", past.number, past.tasks[place], self._backend.share(past.model))
+                    self._ask(worker, "train", past.number, past.tasks[place], self._backend.share(past.download))
                 return self._ask(worker, method, *arguments)
             except WorkerDied as again:
                 death = again

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from feddd.core.latency import round_seconds, transfer_seconds
-from feddd.core.payload import VALUE_BYTES, coverage_size, droppable_bytes, fixed_bytes, payload_sizes
+from feddd.core.payload import coverage_size, pack_mask, payload_sizes
 from feddd.core.units import Units
 from feddd.errors import RunError
 from feddd.simulation.answers import FaultyTask
 from feddd.simulation.faults import GONE, Faults, Trouble, draw
 from feddd.strategies.checks import PATIENCE, asked_units
 from feddd.strategies.protocol import Fleet, Plan, Task, Upload
+from feddd.strategies.reference import Sending
 
 Floats = NDArray[np.float64]
 STATUS = {"lost": "lost", GONE: "lost: left for good", "crashed": "lost: crashed before its upload", "late": "late"}
@@ -69,7 +71,7 @@ class Outlook:
         return round_seconds(*np.array(parts).T)
 
 
-def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequence[Units]) -> Outlook:
+def foresee(faults: Faults, seed: int, plan: Plan, sent: Sending, fleet: Fleet, tables: Sequence[Units]) -> Outlook:
     """The round that a plan leads to; tables: each client's layer table. RunError if the quorum cannot be met."""
     if faults == Faults():
         return Outlook(fleet, None, plan.tasks)
@@ -81,8 +83,8 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
         planned = Upload(
             task.client,
             STATUS.get(kind, "ok"),
-            upload_bytes=0 if kind == "crashed" else _upload_bytes(task, kind, plan.round, table),
-            download_bytes=_download_bytes(task, table),
+            upload_bytes=0 if kind == "crashed" else _upload_bytes(task, kind, plan, table),
+            download_bytes=sent.download_bytes(task, table) + (coverage_size(table) if task.coverage else 0),
         )
         rows.append(_row(fleet, trouble, planned, task.dropout))
     arrival = np.array([np.inf if kind in STATUS else _total(row) for kind, row in zip(kinds, rows, strict=True)])
@@ -165,19 +167,10 @@ def _share(size: int, seconds: float, whole_seconds: float) -> int:
     return size if seconds >= whole_seconds else int(size * max(seconds, 0.0) / whole_seconds)
 
 
-def _download_bytes(task: Task, table: Units) -> int:
-    extra = coverage_size(table) if task.coverage else 0
-    return extra + _mask_bytes(task.download, table)
-
-
-def _upload_bytes(task: Task, kind: str, number: int, table: Units) -> int:
-    if kind == "replayed" and number > 1:
-        return _mask_bytes(task.download, table)
-    kept = sum(layer.unit_elements * asked_units(layer, task) for layer in table.layers)
-    return fixed_bytes(table) + VALUE_BYTES * kept
-
-
-def _mask_bytes(packed: bytes | None, table: Units) -> int:
-    """The size of a payload with this mask; None for a full one."""
-    whole = droppable_bytes(table) + fixed_bytes(table)
-    return whole if packed is None else int(payload_sizes([packed], table)[0])
+def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
+    if kind == "replayed" and plan.round > 1:
+        packed = pack_mask(table.full_mask(), table) if task.download is None else task.download
+    else:
+        asked = {layer.name: torch.arange(layer.units) < asked_units(layer, task) for layer in table.layers}
+        packed = pack_mask(asked, table)
+    return int(payload_sizes([packed], table, plan.bits)[0])

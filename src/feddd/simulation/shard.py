@@ -30,10 +30,12 @@ from feddd.core.payload import (
     payload_sizes,
     unpack_mask,
 )
+from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
-from feddd.simulation.answers import ABSENT, fault_of, receive_answers
+from feddd.simulation.answers import ABSENT, Wire, fault_of, receive_answers
+from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.reduction import Node, reduce_tree
 from feddd.simulation.samples import SampleArrays
@@ -43,8 +45,6 @@ from feddd.simulation.watch import Watch
 from feddd.strategies.client import merge_stack, report_stack
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import models
-
-Arrays = Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ class Shard:
         """Go on from a snapshot."""
         self._kept.restore(snapshot)
 
-    def train(self, number: int, tasks: Sequence[Task], model: Arrays) -> ShardResult:
+    def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
         """Run one round for the tasks of this shard's clients."""
         with single_thread():
-            global_model = _from_arrays(model)
-            own_models = {width: self._own_model(width, global_model) for width in self._widths}
+            global_model = _from_arrays(download.model)
+            sent = {width: self._sent(width, download) for width in self._widths}
             by_client = {task.client: task for task in tasks}
             uploads: list[Upload] = []
             partials: dict[Node, Partial] = {}
             for block, clients in self.spec.blocks.items():
                 mine = [by_client[client] for client in clients if client in by_client]
-                own, partials[0, block] = self._train_block(number, mine, global_model, own_models)
+                own, partials[0, block] = self._train_block(number, mine, global_model, sent, download)
                 uploads += own
                 # Merging as soon as a subtree is whole keeps a handful of sums alive, not one per block.
                 partials = reduce_tree(partials, self.spec.block_count, merge_partials)
@@ -165,6 +165,14 @@ class Shard:
                 for chunk, (a, b) in self.spec.test_chunks.items()
             }
 
+    def _sent(self, width: int, download: Download) -> Sent:
+        """The download of one sub-model."""
+        server, reference = (
+            None if arrays is None else self._own_model(width, _from_arrays(arrays))
+            for arrays in (download.server, download.reference)
+        )
+        return Sent(self._own_model(width, _from_arrays(download.model)), download.bits, server, reference)
+
     def _own_model(self, width: int, global_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The server's values of one sub-model, as far as they travel."""
         table = self._widths[width].units
@@ -176,7 +184,8 @@ class Shard:
         number: int,
         tasks: Sequence[Task],
         global_model: Mapping[str, Tensor],
-        own_models: Mapping[int, Mapping[str, Tensor]],
+        sent_models: Mapping[int, Sent],
+        download: Download,
     ) -> tuple[list[Upload], Partial]:
         sent = Aggregator(global_model, units=self._widths[0].units)
         drops = any(task.dropout > 0.0 for task in tasks)
@@ -187,7 +196,9 @@ class Shard:
             width, together = self._widths[kind[0]], list(alike)
             stacks = -(-len(together) // width.trainer.clients)
             for start, end in pairwise(np.linspace(0, len(together), stacks + 1).round().astype(int).tolist()):
-                uploads += self._train_stack(number, together[start:end], width, own_models[kind[0]], sent, full)
+                uploads += self._train_stack(
+                    number, together[start:end], width, sent_models[kind[0]], download.download_bytes, sent, full
+                )
         return uploads, Partial(sent.sums(), full.sums() if full else None)
 
     def _kind(self, task: Task) -> tuple[int, str, tuple[str, ...]]:
@@ -198,7 +209,8 @@ class Shard:
         number: int,
         tasks: Sequence[Task],
         width: _Width,
-        own_model: Mapping[str, Tensor],
+        sent_model: Sent,
+        coded_bytes: Mapping[int, int] | None,
         sent: Aggregator,
         full: Aggregator | None,
     ) -> list[Upload]:
@@ -207,7 +219,9 @@ class Shard:
         tasks = [task for task in tasks if fault_of(task) not in ABSENT]
         if not tasks:
             return []
-        before, download_bytes = self._download(tasks, width, own_model)
+        before, download_bytes = self._download(tasks, width, sent_model.model)
+        if coded_bytes is not None:
+            download_bytes = np.array([coded_bytes[task.client] for task in tasks])
         watch.lap("download")
         clients = [self._local(number, task.client) for task in tasks]
         trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
@@ -228,15 +242,17 @@ class Shard:
         for task, own in zip(tasks, kept, strict=True):
             self._kept.put(task.client, own)
         watch.lap("selection")
-        answered = self._uploads(tasks, trained, masks, table, download_bytes)
+        answered = self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
         after = trained.after
+        arrived = self._upload(number, after, tasks, masks, sent_model, table)
         if any(fault_of(task) for task in tasks):
-            answered = receive_answers(self.spec.seed, number, tasks, answered, (before, after, masks), table)
+            wire = Wire(after, arrived, masks, sent_model, table)
+            answered = receive_answers(self.spec.seed, number, tasks, answered, wire)
             fine = np.array([upload.status == "ok" for upload in answered])
-            after, masks = only(after, fine), only(masks, fine)
+            after, arrived, masks = only(after, fine), only(arrived, fine), only(masks, fine)
         weights = torch.tensor([float(u.samples) for u in answered if u.status == "ok"], dtype=torch.float64)
         if len(weights):
-            sent.add_stack(self._upload(after, masks, table), masks, weights, table)
+            sent.add_stack(arrived, masks, weights, table)
             if full is not None:
                 full.add_stack(after, None, weights, table)
         watch.lap("sums")
@@ -247,12 +263,18 @@ class Shard:
         return Local(first, end - first, stream(self.spec.seed, "batches", number, client))
 
     def _uploads(
-        self, tasks: Sequence[Task], trained: Trained, masks: Mask, table: Units, download_bytes: NDArray[np.int64]
+        self,
+        tasks: Sequence[Task],
+        trained: Trained,
+        masks: Mask,
+        table: Units,
+        download_bytes: NDArray[np.int64],
+        bits: int,
     ) -> list[Upload]:
         """What is known of clients that count."""
         packed = pack_masks(masks, table)
-        upload_bytes = payload_sizes(packed, table)
-        shares = (upload_bytes - fixed_bytes(table)) / droppable_bytes(table)
+        upload_bytes = payload_sizes(packed, table, bits)
+        shares = (payload_sizes(packed, table) - fixed_bytes(table)) / droppable_bytes(table)
         return [
             Upload(
                 client=task.client,
@@ -291,8 +313,13 @@ class Shard:
         extra = np.array([coverage_size(table) if task.coverage else 0 for task in tasks])
         return before, sizes + extra
 
-    def _upload(self, after: Mapping[str, Tensor], masks: Mask, table: Units) -> Mapping[str, Tensor]:
+    def _upload(
+        self, number: int, after: Mapping[str, Tensor], tasks: Sequence[Task], masks: Mask, sent: Sent, table: Units
+    ) -> Mapping[str, Tensor]:
         """What arrives at the server: with `wire` really encoded and decoded, zero where nothing was sent."""
+        if sent.bits != FLOAT_BITS:
+            rngs = [stream(self.spec.seed, "rounding", number, task.client) for task in tasks]
+            return arriving(after, tasks, masks, sent, table, rngs, wire=self.spec.wire)
         if not self.spec.wire:
             return after
         arrived = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,21 +16,25 @@ from torch import Tensor
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
+from feddd.core.payload import coverage_size, pack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
+from feddd.simulation.differences import Download
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
 from feddd.simulation.outlook import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.standing import Standing, kept_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
-from feddd.strategies.protocol import ServerState, Strategy, make_fleet, start
+from feddd.strategies.protocol import Plan, ServerState, Strategy, make_fleet, start
+from feddd.strategies.reference import Sending, reference_after, sending
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -139,17 +144,23 @@ class Simulation:
     def __exit__(self, *_: object) -> None:
         self._engine.close()
 
-    def run(self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1) -> Iterator[RoundRecord]:
-        """Simulate the rounds, yielding one record after each."""
-        self._engine.reset()
-        state = start(self.initial, len(self.fleet))
-        clock_seconds = 0.0
-        for number in range(1, rounds + 1):
+    def run(
+        self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1, after: Standing | None = None
+    ) -> Iterator[RoundRecord]:
+        """Simulate the rounds, yielding one record after each; after: where an earlier run of the same stood."""
+        state, clock_seconds = start(self.initial, len(self.fleet)), 0.0
+        if after is None:
+            self._engine.reset()
+        else:
+            state, clock_seconds = after.state, after.clock_seconds
+            self._engine.restore(kept_arrays(after, self._client_tables))
+        for number in range(state.round + 1, rounds + 1):
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
-            outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables)
-            result = self._engine.train(number, outlook.tasks, to_arrays(state.model))
+            sent = sending(state, plan, self.units, self.world.seed)
+            outlook = foresee(self.world.faults, self.world.seed, plan, sent, self.fleet, self._client_tables)
+            result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
             uploads = outlook.uploads(result.uploads)
             watch.lap("train")
             if all(upload.status == "diverged" for upload in uploads):
@@ -160,6 +171,7 @@ class Simulation:
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
+            state = dataclasses.replace(state, reference=reference_after(sent, uploads))
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
@@ -171,6 +183,33 @@ class Simulation:
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
+
+    def standing(self, record: RoundRecord, holding: Sequence[int]) -> Standing:
+        """Where a run stands after its latest record; holding: the clients of `holding`, whose own values go along."""
+        kept = self._engine.snapshot() if holding else {}
+        return Standing(record.state, record.clock_seconds, {client: kept[client][1] for client in holding})
+
+    def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
+        """The clients whose own values the coming rounds build on; nobody if all of them get the full model next."""
+        plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
+        replaced = {task.client for task in plan.tasks if task.download is None}
+        full = {width: pack_mask(table.full_mask(), table) for width, table in enumerate(self._tables)}
+        return [
+            client
+            for client, mask in enumerate(state.masks)
+            if mask is not None and mask != full[self._width_of[client]] and client not in replaced
+        ]
+
+    def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
+        if sent.reference is None:
+            return Download(to_arrays(sent.model))
+        sizes = {
+            task.client: sent.download_bytes(task, self._tables[self._width_of[task.client]])
+            + (coverage_size(self._tables[self._width_of[task.client]]) if task.coverage else 0)
+            for task in plan.tasks
+        }
+        own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
+        return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
 
     def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
         """The new global model, and how far the masks moved it from the full average."""

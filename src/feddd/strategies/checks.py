@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from feddd.core.payload import decode_values
+from feddd.core.quantise import FLOAT_BITS
 from feddd.core.selection import kept_units
 from feddd.core.units import Layer, Mask, Units
 from feddd.strategies.protocol import Task
@@ -50,9 +51,9 @@ def check_version(sent: str, wanted: str) -> None:
         raise Refused("the answer belongs to another round")
 
 
-def check_payload(data: bytes, task: Task, table: Units, limits: Limits) -> tuple[Mask, Tensor]:
+def check_payload(data: bytes, task: Task, table: Units, limits: Limits, bits: int = FLOAT_BITS) -> tuple[Mask, Tensor]:
     """The mask and the vector of kept values, if they are what the task asked for."""
-    mask, values = decode_values(data, table)
+    mask, values = decode_values(data, table, bits)
     if not bool(values.isfinite().all()):
         raise Refused("the payload holds a value that is not finite")
     if len(values) and float(values.abs().max()) > limits.value:

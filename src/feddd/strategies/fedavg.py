@@ -9,16 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, digest, full_model_plan
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, check_bits, digest, full_model_plan
 
 
 @dataclass(frozen=True)
 class FedAvg:
-    """participation: the share of clients drawn at random each round."""
+    """participation: the share of clients drawn at random each round
+
+    value_bits: 32, or 8, 4 or 2 to send rounded differences
+    """
 
     participation: float = 1.0
+    value_bits: int = 32
 
     def __post_init__(self) -> None:
+        check_bits(self.value_bits)
         if not 0.0 < self.participation <= 1.0:
             raise ValueError(f"participation must lie above 0 and at most at 1, not {self.participation}")
 
@@ -26,7 +31,7 @@ class FedAvg:
         """Draw the round's clients without replacement."""
         count = max(1, math.floor(self.participation * len(fleet) + 0.5))
         chosen = range(len(fleet)) if count == len(fleet) else rng.choice(len(fleet), count, replace=False).tolist()
-        return full_model_plan(state, chosen)
+        return full_model_plan(state, chosen, self.value_bits)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

@@ -9,7 +9,16 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, digest, fill_budget, full_model_plan
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Upload,
+    check_bits,
+    digest,
+    fill_budget,
+    full_model_plan,
+)
 
 MODES = ("budget", "deadline")
 
@@ -20,13 +29,16 @@ class FedCS:
 
     mode "deadline" (the original): as many clients as finish within `deadline_seconds`. The original's greedy orders
     clients because they share one channel; here everyone has a link of their own, so whoever is quick enough is in.
+    value_bits: 32, or 8, 4 or 2 to send rounded differences
     """
 
     budget: float = 0.6
     mode: Literal["budget", "deadline"] = "budget"
     deadline_seconds: float | None = None
+    value_bits: int = 32
 
     def __post_init__(self) -> None:
+        check_bits(self.value_bits)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if not 0.0 < self.budget <= 1.0:
@@ -38,6 +50,7 @@ class FedCS:
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """The quickest clients, the same every round while the fleet stays as it is."""
+        fleet = fleet.in_bits(self.value_bits)
         if self.deadline_seconds is not None:
             chosen = np.flatnonzero(fleet.full_seconds <= self.deadline_seconds).tolist()
             if not chosen:
@@ -46,12 +59,12 @@ class FedCS:
                     f"no client finishes within deadline_seconds = {self.deadline_seconds:g}; "
                     f"the quickest needs {quickest:.1f} s"
                 )
-            return full_model_plan(state, chosen)
+            return full_model_plan(state, chosen, self.value_bits)
         order = np.argsort(fleet.transfer_seconds, kind="stable")
         chosen = fill_budget(order, fleet.droppable_bits, self.budget * float(fleet.droppable_bits.sum()))
         if not chosen:
             raise ValueError(f"budget {self.budget} is less than any client's model")
-        return full_model_plan(state, chosen)
+        return full_model_plan(state, chosen, self.value_bits)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

@@ -12,9 +12,20 @@ from torch import Tensor
 
 from feddd.core.allocation import allocate, check_budget
 from feddd.core.selection import SELECTORS, Selector
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, Upload, digest, known_or_mean
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Task,
+    Upload,
+    check_bits,
+    digest,
+    download_shares,
+    known_or_mean,
+)
 
 RATES = ("differential", "uniform")
+DOWNLOADS = ("paper", "fixed")
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,9 @@ class FedDD:
     penalty: δ relative to the fleet's full-model round time; 0 looks at time only
     rates: "differential" solves the linear programme, "uniform" gives everybody 1 − A
     broadcast_later: (round, h) pairs: from that round on another h, e.g. large early and small late, as the paper says
+    value_bits: 32, or 8, 4 or 2 to send rounded differences; then equal models drop from round 1 on
+    download: "paper" lets the allocation believe that a download shrinks with the rate of its own round; "fixed" tells
+    it the truth: the coming download was decided by the last upload, or is the full model
     """
 
     budget: float = 0.6
@@ -35,6 +49,8 @@ class FedDD:
     always_send: tuple[str, ...] = ()
     rates: Literal["differential", "uniform"] = "differential"
     broadcast_later: tuple[tuple[int, int], ...] = ()
+    value_bits: int = 32
+    download: Literal["paper", "fixed"] = "paper"
 
     def __post_init__(self) -> None:
         check_budget(self.budget, self.max_dropout)
@@ -48,6 +64,12 @@ class FedDD:
                 "broadcast_later takes (round, h) pairs with rounds that go up from 2 and h of at least 0 (0: never), "
                 f"not {[list(pair) for pair in self.broadcast_later]}"
             )
+        check_bits(self.value_bits)
+        periods = [self.broadcast_every, *(every for _, every in self.broadcast_later)]
+        if self.value_bits < 32 and 0 in periods:
+            raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
+        if self.download not in DOWNLOADS:
+            raise ValueError(f"download must be one of {', '.join(DOWNLOADS)}, not {self.download!r}")
         if self.selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {self.selector!r}")
         if self.rates not in RATES:
@@ -55,16 +77,17 @@ class FedDD:
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Round 1 is full both ways; later ones drop by the rates and download what each client sent last."""
-        number = state.round + 1
+        number, fleet = state.round + 1, fleet.in_bits(self.value_bits)
         unknown = set(self.always_send) - set(fleet.layer_bits)
         if unknown:
             known = ", ".join(fleet.layer_bits)
             raise ValueError(f"always_send: the model has no layer {sorted(unknown)[0]!r}; its layers are {known}")
         if set(self.always_send) == set(fleet.layer_bits):
             raise ValueError("always_send names every layer: nothing is left to drop")
-        rates = self.dropout_rates(state, fleet) if state.round else np.zeros(len(fleet))
-        every = self.broadcast_period(state.round)
-        broadcast = state.round == 0 or (every > 0 and state.round % every == 0)
+        broadcast = self.broadcasts(state)
+        # A first upload of everything tells the server what models there are; where they are equal it knows.
+        drops = state.round > 0 or (self.value_bits < 32 and not fleet.heterogeneous)
+        rates = self.dropout_rates(state, fleet) if drops else np.zeros(len(fleet))
         tells_coverage = number == 2 and fleet.heterogeneous and self.selector == "importance"
         tasks = tuple(
             Task(
@@ -77,7 +100,12 @@ class FedDD:
             )
             for client in range(len(fleet))
         )
-        return Plan(number, tasks)
+        return Plan(number, tasks, self.value_bits, broadcast)
+
+    def broadcasts(self, state: ServerState) -> bool:
+        """Whether the coming round begins with the full model for everybody."""
+        every = self.broadcast_period(state.round)
+        return state.round == 0 or (every > 0 and state.round % every == 0)
 
     def broadcast_period(self, number: int) -> int:
         """h in a round: the last of `broadcast_later` that has begun."""
@@ -92,9 +120,14 @@ class FedDD:
         droppable_bits = fleet.droppable_bits - always_bits
         constant_seconds = fleet.compute_seconds + (fleet.fixed_bits + always_bits) * fleet.seconds_per_bit
         full_seconds = float((constant_seconds + droppable_bits * fleet.seconds_per_bit).max())
+        seconds_per_bit = fleet.seconds_per_bit
+        if self.download == "fixed":
+            seconds_per_bit = 1.0 / fleet.uplink_bits_per_s
+            coming_bits = download_shares(state, self.broadcasts(state)) * droppable_bits
+            constant_seconds = constant_seconds + coming_bits / fleet.downlink_bits_per_s
         return allocate(
             droppable_bits,
-            fleet.seconds_per_bit,
+            seconds_per_bit,
             constant_seconds,
             contribution(state, fleet),
             budget=self.budget,

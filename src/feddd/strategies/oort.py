@@ -20,6 +20,7 @@ from feddd.strategies.protocol import (
     Plan,
     ServerState,
     Upload,
+    check_bits,
     digest,
     fill_budget,
     full_model_plan,
@@ -46,13 +47,18 @@ class Pacer:
 
 @dataclass(frozen=True)
 class Oort:
-    """straggler_penalty: α, the power of T / t_n for clients slower than the preferred round time T."""
+    """straggler_penalty: α, the power of T / t_n for clients slower than the preferred round time T
+
+    value_bits: 32, or 8, 4 or 2 to send rounded differences
+    """
 
     budget: float = 0.6
     mode: Literal["published", "budget"] = "published"
     straggler_penalty: float = 2.0
+    value_bits: int = 32
 
     def __post_init__(self) -> None:
+        check_bits(self.value_bits)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if not 0.0 < self.budget <= 1.0:
@@ -62,6 +68,7 @@ class Oort:
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Fill the parameter budget A Σ U_n: by utility, in published mode after a share for the untried."""
+        fleet = fleet.in_bits(self.value_bits)
         allowance = self.budget * float(fleet.droppable_bits.sum())
         if self.mode == "budget":
             ranked = np.argsort(-self.plain_utility(state, fleet), kind="stable")
@@ -70,7 +77,7 @@ class Oort:
             chosen = self._explore_and_exploit(state, fleet, rng, allowance)
         if not chosen:
             raise ValueError(f"budget {self.budget} is less than any client's model")
-        return full_model_plan(state, chosen)
+        return full_model_plan(state, chosen, self.value_bits)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
 from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
+from feddd.core.quantise import BITS, FLOAT_BITS
 from feddd.core.units import Units
 
 Floats = NDArray[np.float64]
@@ -57,6 +58,18 @@ class Fleet:
     def full_seconds(self) -> Floats:
         """t_down + t_cmp + t_up of the full local model."""
         return self.transfer_seconds + self.compute_seconds
+
+    def in_bits(self, bits: int) -> Fleet:
+        """The same fleet when values travel in so many bits."""
+        share = bits / FLOAT_BITS
+        if share == 1:
+            return self
+        return dataclasses.replace(
+            self,
+            droppable_bits=share * self.droppable_bits,
+            layer_bits={name: share * size for name, size in self.layer_bits.items()},
+            model_bits=share * self.model_bits,
+        )
 
     @property
     def heterogeneous(self) -> bool:
@@ -102,10 +115,28 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """A round: who takes part, and how."""
+    """A round: who takes part, and how.
+
+    bits: of a value on the wire; fewer than 32 for differences to the reference (see `reference`)
+    broadcast: everybody in the plan is sent all of its model, which is the reference from now on
+    """
 
     round: int
     tasks: tuple[Task, ...]
+    bits: int = FLOAT_BITS
+    broadcast: bool = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that differences are taken to.
+
+    number: how often it has moved    held: the number of the one that each client holds, −1 for none
+    """
+
+    model: Mapping[str, Tensor]
+    number: int
+    held: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -133,7 +164,9 @@ class ServerState:
     """All that a server remembers between rounds; arrays are [clients], NaN where nothing is known yet.
 
     round: rounds digested so far    masks: of each client's last counted upload; None if it holds no state
-    last_round: when it last took part, 0 for never    memory: what one method needs besides
+    last_round: when it last took part, 0 for never    kept_shares: of the model that its last upload held
+    memory: what one method needs besides
+    reference: what differences are taken to, None where values travel as they are; whoever drives the rounds keeps it
     """
 
     round: int
@@ -143,8 +176,10 @@ class ServerState:
     oort_statistics: Floats
     samples: Floats
     label_coverage: Floats
+    kept_shares: Floats
     last_round: NDArray[np.int64]
     memory: object = None
+    reference: Reference | None = None
 
 
 class Strategy(Protocol):
@@ -172,6 +207,7 @@ def start(model: Mapping[str, Tensor], clients: int) -> ServerState:
         oort_statistics=unknown,
         samples=unknown,
         label_coverage=unknown,
+        kept_shares=unknown,
         last_round=np.zeros(clients, dtype=np.int64),
     )
 
@@ -186,12 +222,13 @@ def digest(
     masks = list(state.masks)
     losses, statistics = state.losses.copy(), state.oort_statistics.copy()
     samples, label_coverage = state.samples.copy(), state.label_coverage.copy()
-    last_round = state.last_round.copy()
+    kept_shares, last_round = state.kept_shares.copy(), state.last_round.copy()
     for upload in uploads:
         last_round[upload.client] = plan.round
         masks[upload.client] = None
         if upload.status == "ok":
             masks[upload.client] = upload.mask
+            kept_shares[upload.client] = upload.kept_share
             losses[upload.client] = upload.train_loss
             statistics[upload.client] = upload.oort_statistic
             samples[upload.client] = upload.samples
@@ -206,9 +243,16 @@ def digest(
         oort_statistics=statistics,
         samples=samples,
         label_coverage=label_coverage,
+        kept_shares=kept_shares,
         last_round=last_round,
         memory=memory,
     )
+
+
+def download_shares(state: ServerState, plan_broadcast: bool) -> Floats:
+    """The share of each client's model that its next download holds: all of it, or what it sent last."""
+    everything = np.array([plan_broadcast or mask is None for mask in state.masks])
+    return np.where(everything | np.isnan(state.kept_shares), 1.0, state.kept_shares)
 
 
 def known_or_mean(values: Floats) -> Floats:
@@ -227,6 +271,12 @@ def fill_budget(order: Sequence[int] | NDArray[np.int64], bits: Floats, allowanc
     return taken
 
 
-def full_model_plan(state: ServerState, clients: Sequence[int]) -> Plan:
+def full_model_plan(state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS) -> Plan:
     """A round of full models both ways for the chosen clients."""
-    return Plan(state.round + 1, tuple(Task(client) for client in sorted(clients)))
+    return Plan(state.round + 1, tuple(Task(client) for client in sorted(clients)), bits, broadcast=True)
+
+
+def check_bits(bits: int) -> None:
+    """Refuse a number of bits that no payload has."""
+    if bits not in (FLOAT_BITS, *BITS):
+        raise ValueError(f"value_bits must be 32, 8, 4 or 2, not {bits}")

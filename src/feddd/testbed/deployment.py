@@ -17,6 +17,7 @@ from typing import Any
 
 from feddd.errors import RunError
 from feddd.testbed.certificates import Certificates, make_certificates
+from feddd.testbed.reaper import Reaper
 
 START_SECONDS = 60.0
 CONNECTION = "testbed"
@@ -36,6 +37,7 @@ class Deployment:
     """A SuperLink on `address` and nodes with these node configs; use it in a `with`.
 
     secure: TLS and registered keys; without, anybody who reaches the port takes part
+    reaper: ends what this process cannot, because it was killed itself
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Deployment:
     wrap: Wrap = lambda _, command: list(command)
     port: int = 0
     certificates: Certificates | None = None
+    reaper: Reaper | None = None
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> Deployment:
@@ -107,8 +110,7 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """End a process and its children at once, as a power cut would."""
-        process = self._processes.pop(name)
-        _end(process, signal.SIGKILL)
+        self._end(name, signal.SIGKILL)
 
     def exit_code(self, name: str) -> int | None:
         """None while it runs."""
@@ -155,8 +157,13 @@ class Deployment:
     def close(self) -> None:
         """End everything that was started, nodes first."""
         for name in sorted(self._processes, key=lambda name: name == "superlink"):
-            _end(self._processes[name], signal.SIGTERM)
-        self._processes.clear()
+            self._end(name, signal.SIGTERM)
+
+    def _end(self, name: str, how: signal.Signals) -> None:
+        process = self._processes.pop(name)
+        _end(process, how)
+        if self.reaper:
+            self.reaper.forget("group", process.pid)
 
     def _certificates(self) -> Certificates:
         if self.certificates is None:
@@ -179,6 +186,8 @@ class Deployment:
             self._processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
+        if self.reaper:
+            self.reaper.watch("group", self._processes[name].pid)
 
     def _wait_for_port(self) -> None:
         begun = time.monotonic()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from feddd.errors import InputError, RunError
+from feddd.testbed.reaper import Reaper
 
 SERVER_ADDRESS = "10.231.0.1"
 MOST_CLIENTS = 200
@@ -36,6 +37,7 @@ class Network:
 
     rates: Sequence[tuple[float, float]]
     name: str = field(default_factory=lambda: f"feddd-{os.getpid()}")
+    reaper: Reaper | None = None
 
     def __enter__(self) -> Network:
         check_possible(len(self.rates))
@@ -72,17 +74,19 @@ class Network:
         for name in ours:
             if name in there:
                 _run("ip", "netns", "del", name)
+            if self.reaper:
+                self.reaper.forget("namespace", name)
 
     def _build(self) -> None:
         server = self.namespace(-1)
-        _run("ip", "netns", "add", server)
+        self._add(server)
         _run("ip", "-n", server, "link", "set", "lo", "up")
         _run("ip", "-n", server, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", server, "addr", "add", f"{SERVER_ADDRESS}/24", "dev", "bridge")
         _run("ip", "-n", server, "link", "set", "bridge", "up")
         for client, (uplink_bits_per_s, downlink_bits_per_s) in enumerate(self.rates):
             own, port = self.namespace(client), f"port{client}"
-            _run("ip", "netns", "add", own)
+            self._add(own)
             cable = ["type", "veth", "peer", "name", "cable", "netns", own]
             _run("ip", "-n", server, "link", "add", port, *cable)
             _run("ip", "-n", server, "link", "set", port, "master", "bridge", "up")
@@ -91,6 +95,11 @@ class Network:
             _run("ip", "-n", own, "link", "set", "cable", "up")
             _shape(own, "cable", uplink_bits_per_s)
             _shape(server, port, downlink_bits_per_s)
+
+    def _add(self, namespace: str) -> None:
+        if self.reaper:
+            self.reaper.watch("namespace", namespace)
+        _run("ip", "netns", "add", namespace)
 
 
 def check_possible(clients: int) -> None:

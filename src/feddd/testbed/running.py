@@ -15,14 +15,16 @@ import numpy as np
 
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
+from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
-from feddd.experiments.running import begin_folder, build_world, finish_folder, label_counts_of, new_folder
+from feddd.experiments.running import build_world, label_counts_of
 from feddd.experiments.tables import Tables
 from feddd.simulation.outlook import ClientRow
 from feddd.simulation.simulator import RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap
 from feddd.testbed.namespaces import SERVER_ADDRESS, Network
+from feddd.testbed.reaper import Reaper
 from feddd.world import models
 
 APP = Path(__file__).parent / "app"
@@ -69,8 +71,9 @@ def run_testbed(
     begin_folder(folder, experiment)
     deployment_folder = folder / "deployment"
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(_rates(world))) if options.shaping else None
-        deployment = stack.enter_context(_deploy(world, deployment_folder, options, network))
+        reaper = stack.enter_context(Reaper())
+        network = stack.enter_context(Network(_rates(world), reaper=reaper)) if options.shaping else None
+        deployment = stack.enter_context(_deploy(world, deployment_folder, options, network, reaper))
         tables = stack.enter_context(Tables(folder, seed=experiment.seed))
         tables.write_partition(label_counts_of(world))
         wire = {}
@@ -93,7 +96,7 @@ def _rates(world: World) -> list[tuple[float, float]]:
     return [(float(u), float(d)) for u, d in zip(devices.uplink_bits_per_s, devices.downlink_bits_per_s, strict=True)]
 
 
-def _deploy(world: World, folder: Path, options: Options, network: Network | None) -> Deployment:
+def _deploy(world: World, folder: Path, options: Options, network: Network | None, reaper: Reaper) -> Deployment:
     configs: list[dict[str, str | int | float]] = [
         {
             "partition-id": n,
@@ -106,7 +109,7 @@ def _deploy(world: World, folder: Path, options: Options, network: Network | Non
     ]
     wrap = cast("Wrap", network.wrap) if network else (lambda _, command: list(command))
     address = SERVER_ADDRESS if network else "127.0.0.1"
-    return Deployment(folder, configs, address=address, secure=not options.insecure, wrap=wrap)
+    return Deployment(folder, configs, address=address, secure=not options.insecure, wrap=wrap, reaper=reaper)
 
 
 def _traffic(network: Network | None, clients: int) -> list[tuple[int, int]]:

@@ -1,0 +1,121 @@
+"""What an interrupted run's folder tells the process that goes on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from safetensors import SafetensorError, safe_open
+
+from feddd.errors import InputError, RunError
+from feddd.experiments.config import Experiment
+from feddd.experiments.folders import environment, model_file, versions, write_environment
+from feddd.experiments.results import CHECKPOINTS, read_table
+from feddd.experiments.tables import Rows
+from feddd.simulation.simulator import Simulation
+from feddd.simulation.workers import WorkerDied
+
+log = logging.getLogger("feddd")
+
+_TABLES = ("rounds", "clients", "classes", "timings")
+
+
+def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
+    """A digest of everything that a run's numbers come from, as far as it was given from outside."""
+    world, digest = simulation.world, hashlib.sha256(experiment.to_toml().encode())
+    devices = world.devices
+    for array in (
+        *world.parts,
+        world.dataset.train_labels,
+        *(np.asarray(getattr(devices, name)) for name in sorted(vars(devices))),
+        *(tensor.detach().cpu().numpy() for tensor in simulation.initial.values()),
+    ):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return {"sha256": digest.hexdigest()}
+
+
+def check_identity(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data, devices or weights; say so if libraries have changed."""
+    if _document(folder / CHECKPOINTS / "run.json").get("sha256", found["sha256"]) != found["sha256"]:
+        raise InputError(
+            f"{folder} cannot be resumed: its config.toml, the fleet's file, the data or the model's code changed"
+        )
+    before, now = _document(folder / "environment.json").get("versions", {}), versions()
+    other = [f"{name} {before[name]} → {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if other:
+        log.warning("%s was begun with other versions (%s): the last digits may differ", folder, ", ".join(other))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """A JSON file; empty where it is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str], list[Rows]]:
+    """The strategies that need not run again, and their rows: their model is written after all of their rows."""
+    labels = [section.label for section in experiment.strategy]
+    try:
+        tables = {name: read_table(folder, name) for name in _TABLES}
+        finished = list(takewhile(lambda label: _is_finished(folder, label, tables, experiment.rounds), labels))
+    except (OSError, pa.ArrowException) as error:
+        log.warning("the tables in %s cannot be read (%s); all strategies begin again", folder, error)
+        return [], []
+    rows: list[Rows] = []
+    for name, table in tables.items():
+        mine = table.filter(pc.is_in(table["strategy"], pa.array(finished, pa.string())))
+        rows += [(name, batch) for batch in mine.to_batches()]
+    return finished, rows
+
+
+def _is_finished(folder: Path, label: str, tables: dict[str, Any], rounds: int) -> bool:
+    try:
+        with safe_open(model_file(folder, label), framework="pt"):
+            pass
+    except (OSError, SafetensorError):
+        return False
+    return all(
+        set(table.filter(pc.equal(table["strategy"], label))["round"].to_pylist()) == set(range(1, rounds + 1))
+        for table in (tables["rounds"], tables["clients"])
+    )
+
+
+def tidy(folder: Path, experiment: Experiment) -> None:
+    """Remove what was being written when the run was killed, and replace an environment.json that was lost."""
+    for path in [*folder.iterdir(), *(folder / CHECKPOINTS).glob("*")]:
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+    if not _document(folder / "environment.json"):
+        write_environment(folder, environment(experiment.seed))
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Whatever stops the run is told with how to go on, unless the same would happen again."""
+    try:
+        yield
+    except (InputError, RunError) as error:
+        if isinstance(error, WorkerDied):
+            error.add_note(advice(folder))
+        raise
+    except BaseException as error:
+        error.add_note(advice(folder))
+        raise
+
+
+def advice(folder: Path) -> str:
+    """How to go on."""
+    return f"go on with: feddd run --resume {shlex.quote(str(folder))}"

@@ -1,0 +1,97 @@
+"""Differences need a base that both ends know: the reference, a model that server and clients hold alike.
+
+It is the initial model at first. What goes down is the server's model as a rounded difference to it; in a broadcast
+everybody is sent all of it, and the reference moves to what was sent. So the code of a unit is the same for every
+client, is worked out once a round, and errors do not add up: the next difference is taken from the server's own,
+unrounded model. What goes up is a rounded difference to what the client was just sent, and to the reference where it
+was sent nothing; the server adds it to its own values in place of what it sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from feddd.core.payload import most_bytes, payload_sizes
+from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise
+from feddd.core.streams import stream
+from feddd.core.units import Units
+from feddd.strategies.protocol import Plan, Reference, ServerState, Task, Upload
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What goes down in a round.
+
+    model: the values that clients are sent    before, reference: the reference before and during the round, None if
+    values travel as they are    coded: the difference of the two, None if there is none
+    """
+
+    bits: int
+    model: Mapping[str, Tensor]
+    before: Reference | None = None
+    reference: Reference | None = None
+    coded: Coded | None = None
+
+    def download_bytes(self, task: Task, table: Units) -> int:
+        """Of one client: its payload, and what it takes to bring its reference up to date."""
+        mask = [task.download] if task.download is not None else None
+        if self.before is None or self.reference is None:
+            return int(payload_sizes(mask, table)[0]) if mask else most_bytes(table)
+        own = int(payload_sizes(mask, table, self.bits)[0]) if mask else most_bytes(table, self.bits)
+        behind = self.behind(task.client)
+        if behind == 0:
+            return own
+        whole = most_bytes(table)
+        missed = whole if behind is None else min(whole, behind * most_bytes(table, self.bits))
+        # Where the reference is sent as it is, a broadcast has nothing to add to it.
+        return whole if self.moves and missed == whole else missed + own
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference becomes what is sent."""
+        return self.coded is None or self.reference is not self.before
+
+    def behind(self, client: int) -> int | None:
+        """How many moves of the reference a client has missed; None if it holds none."""
+        if self.before is None or self.before.held[client] < 0:
+            return None
+        return self.before.number - int(self.before.held[client])
+
+
+def sending(state: ServerState, plan: Plan, table: Units, seed: int) -> Sending:
+    """What the server sends in a round of this plan."""
+    if plan.bits == FLOAT_BITS:
+        return Sending(plan.bits, state.model)
+    if state.reference is None:
+        first = Reference(state.model, 0, np.full(len(state.masks), -1))
+        return Sending(plan.bits, state.model, first, first)
+    reference = state.reference
+    difference = {slot.name: state.model[slot.name] - reference.model[slot.name] for slot in table.slots}
+    coded = quantise(difference, table, plan.bits, stream(seed, "download", plan.round))
+    sent = dict(state.model) | moved(reference.model, coded, table)
+    after = Reference(sent, reference.number + 1, reference.held) if plan.broadcast else reference
+    return Sending(plan.bits, sent, reference, after, coded)
+
+
+def moved(reference: Mapping[str, Tensor], coded: Coded, table: Units) -> dict[str, Tensor]:
+    """The values behind a coded difference; the same sum, to the bit, at both ends."""
+    difference = dequantise(coded, table)
+    moved = {slot.name: reference[slot.name].float() + difference[slot.name] for slot in table.slots}
+    return moved | {alias: moved[name] for alias, name in table.aliases}
+
+
+def reference_after(sent: Sending, uploads: tuple[Upload, ...] | list[Upload]) -> Reference | None:
+    """The reference after a round: those that trained have it."""
+    reference = sent.reference
+    if reference is None:
+        return None
+    held: NDArray[np.int64] = reference.held.copy()
+    for upload in uploads:
+        if upload.status in ("ok", "diverged"):
+            held[upload.client] = reference.number
+    return Reference(reference.model, reference.number, held)

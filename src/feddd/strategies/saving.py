@@ -1,0 +1,101 @@
+"""A server's state as tensors and a JSON document, and back: what the checkpoints of simulator and deployment share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from feddd.errors import InputError
+from feddd.strategies.oort import Pacer
+from feddd.strategies.protocol import Reference, ServerState
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""What `unpack_state` raises for something that `pack_state` never made."""
+_ARRAYS = ("losses", "oort_statistics", "samples", "label_coverage", "kept_shares", "last_round")
+
+
+class CannotBeSaved(InputError):
+    """A strategy's memory is something that a file cannot hold."""
+
+
+def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, none of which share memory with each other, and a document that JSON can hold."""
+    first: dict[int, str] = {}
+    tensors = {}
+    reference = state.reference
+    named = {f"model.{name}": tensor for name, tensor in state.model.items()}
+    named |= {f"reference.{name}": tensor for name, tensor in reference.model.items()} if reference else {}
+    for name, tensor in named.items():
+        tied = first.setdefault(tensor.data_ptr() or id(tensor), name) != name
+        tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
+    tensors |= {f"state.{name}": torch.from_numpy(np.array(getattr(state, name))) for name in _ARRAYS}
+    document = {
+        "round": state.round,
+        "masks": [None if mask is None else mask.hex() for mask in state.masks],
+        "memory": _memory(state.memory),
+        "reference": {"number": reference.number, "held": reference.held.tolist()} if reference else None,
+    }
+    return tensors, document
+
+
+def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], like: Mapping[str, Tensor]) -> ServerState:
+    """The inverse, or one of MALFORMED; `like` is the model that it has to fit."""
+    reference = document["reference"]
+    return ServerState(
+        round=document["round"],
+        model=_model("model.", tensors, like),
+        masks=tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"]),
+        memory=_remembered(document["memory"]),
+        reference=reference
+        and Reference(_model("reference.", tensors, like), reference["number"], np.array(reference["held"], np.int64)),
+        **{name: tensors[f"state.{name}"].numpy() for name in _ARRAYS},
+    )
+
+
+def _model(prefix: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the same order and memory layout, so that whatever is computed from it is the same to the bit."""
+    model = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if _form(model) != _form(like):
+        raise ValueError("belongs to another model")
+    return {name: torch.empty_like(other).copy_(model[name]) for name, other in like.items()}
+
+
+def _form(model: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
+
+
+def _memory(memory: object) -> dict[str, Any] | None:
+    """What one method remembers besides: Oort's pacer, or anything that comes back from JSON as it was."""
+    if memory is None:
+        return None
+    if isinstance(memory, Pacer):
+        return {"pacer": dataclasses.asdict(memory)}
+    if _is_plain(memory):
+        return {"plain": memory}
+    raise CannotBeSaved(
+        f"a checkpoint cannot hold the memory of this strategy ({type(memory).__name__}); "
+        "None, numbers, strings, lists and dicts with string keys can be saved"
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Exact types: a tuple, a subclass or a number of NumPy's would come back as something else."""
+    if type(value) is list:
+        return all(_is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _remembered(document: Mapping[str, Any] | None) -> object:
+    if document is None:
+        return None
+    if "plain" in document:
+        return document["plain"]
+    pacer = document["pacer"]
+    return Pacer(pacer["percentile"], tuple(pacer["gained"]))

@@ -1,0 +1,229 @@
+"""A few bits a value: unbiased, within one step, packed as said, and the same at both ends."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import feddd
+from feddd.core.payload import PayloadError, decode_values, pack_mask, payload_sizes
+from feddd.core.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
+from feddd.core.units import units
+from feddd.experiments.running import build_world
+from feddd.simulation.simulator import Simulation
+from feddd.strategies.fedavg import FedAvg
+from feddd.strategies.fedcs import FedCS
+from feddd.strategies.feddd import FedDD
+from feddd.strategies.oort import Oort
+from feddd.strategies.protocol import Plan, Reference, Task, start
+from feddd.strategies.reference import Sending, reference_after, sending
+from test_payload import masks, net
+from worlds import experiment
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rounding_is_unbiased_and_within_one_step(bits: int) -> None:
+    table, params = net()
+    sums = {slot.name: torch.zeros(slot.shape, dtype=torch.float64) for slot in table.slots}
+    draws = 400
+    for seed in range(draws):
+        coded = quantise(params, table, bits, np.random.default_rng(seed))
+        for name, value in dequantise(coded, table).items():
+            sums[name] += value
+    for layer in table.layers:
+        step = float(coded.scales[layer.name].max())
+        for slot in layer.slots:
+            bias = (sums[slot.name] / draws - params[slot.name]).abs().max()
+            # The mean of that many roundings of at most half a step's deviation, with five deviations to spare.
+            assert float(bias) <= 5 * 0.5 * step / draws**0.5 + 1e-4 * step
+            off = (dequantise(coded, table)[slot.name] - params[slot.name]).abs().max()
+            assert float(off) <= step * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_greatest_value_of_a_unit_is_exact_and_zero_stays_zero(bits: int) -> None:
+    params = {"a.weight": torch.tensor([[0.5, -4.0, 0.0], [0.0, 0.0, 0.0]]), "a.bias": torch.tensor([1.0, 0.0])}
+    table = units(params)
+    restored = dequantise(quantise(params, table, bits, np.random.default_rng(0)), table)
+    assert restored["a.weight"][0, 1] == -4.0
+    assert restored["a.weight"][0, 2] == 0.0
+    assert not restored["a.weight"][1].any()
+
+
+def test_a_stack_is_coded_as_its_clients_one_by_one() -> None:
+    table, params = net()
+    clients = [{name: t * (1 + n) if t.is_floating_point() else t for name, t in params.items()} for n in range(3)]
+    stack = {slot.name: torch.stack([one[slot.name] for one in clients]) for slot in table.slots}
+    together = quantise_stack(stack, table, 4, [np.random.default_rng(n) for n in range(3)])
+    for n, one in enumerate(clients):
+        alone = quantise(one, table, 4, np.random.default_rng(n))
+        assert all(torch.equal(alone.codes[s.name], together.codes[s.name][n]) for s in table.slots)
+        assert all(torch.equal(alone.scales[x.name], together.scales[x.name][n]) for x in table.layers)
+
+
+@given(st.data(), st.sampled_from(BITS))
+@settings(max_examples=60, deadline=None)
+def test_codes_survive_packing(data: st.DataObject, bits: int) -> None:
+    most = greatest_code(bits)
+    codes = np.array(data.draw(st.lists(st.integers(-most, most), max_size=50)), np.float32)
+    packed = pack_codes(codes, bits)
+    assert len(packed) == -(-len(codes) * bits // 8)
+    assert unpack_codes(packed, len(codes), bits).tolist() == codes.tolist()
+
+
+def test_codes_are_packed_lowest_bits_first() -> None:
+    assert pack_codes(np.array([1, -1, 7], np.float32), 4) == bytes([0xF1, 0x07])
+    assert pack_codes(np.array([1, -1, 0, 1, -1], np.float32), 2) == bytes([0b01001101, 0b11])
+
+
+@given(st.data(), st.sampled_from(BITS))
+@settings(max_examples=40, deadline=None)
+def test_a_payload_in_a_few_bits_arrives_as_it_was_rounded(data: st.DataObject, bits: int) -> None:
+    table, params = net()
+    mask = data.draw(masks(table))
+    payload = feddd.encode(params, mask, units=table, bits=bits, rng=np.random.default_rng(7))
+    assert len(payload) == feddd.payload_size(mask, params, units=table, bits=bits)
+    assert len(payload) == payload_sizes([pack_mask(mask, table)], table, bits)[0]
+    arrived, told = feddd.decode(payload, params, units=table, bits=bits, finite=True)
+    rounded = dequantise(quantise(params, table, bits, np.random.default_rng(7)), table)
+    assert all(torch.equal(told[name], mask[name]) for name in mask)
+    expected = table.zeros_like(params)
+    table.put(expected, mask, table.take(rounded, mask))
+    assert all(torch.equal(arrived[slot.name], expected[slot.name]) for slot in table.slots)
+
+
+def test_encodings_are_not_mixed_up_and_damage_is_refused() -> None:
+    table, params = net()
+    full, rng = table.full_mask(), np.random.default_rng(0)
+    payload = feddd.encode(params, full, units=table, bits=4, rng=rng)
+    for other in (32, 8, 2):
+        with pytest.raises(PayloadError, match="value encoding 2"):
+            feddd.decode(payload, params, units=table, bits=other)
+    with pytest.raises(ValueError, match="needs rng"):
+        feddd.encode(params, full, units=table, bits=4)
+    with pytest.raises(ValueError, match="not 3"):
+        feddd.encode(params, full, units=table, bits=3, rng=rng)
+    start_of_scales = len(payload) - -(-4 * table.droppable_elements // 8) - 4 * (table.total_units + len(table.fixed))
+    for scale in (float("nan"), float("inf"), -1.0):
+        bad = bytearray(payload)
+        bad[start_of_scales : start_of_scales + 4] = np.float32(scale).tobytes()
+        with pytest.raises(PayloadError, match="scale"):
+            decode_values(bytes(bad), table, 4)
+    with pytest.raises(PayloadError, match="out of range"):
+        decode_values(payload[:-1] + bytes([(payload[-1] & 0xF0) | 8]), table, 4)
+    with pytest.raises(PayloadError, match="bytes"):
+        decode_values(payload[:-1], table, 4)
+
+
+# The reference
+
+
+def _state(clients: int = 3) -> Any:
+    model = {"a.weight": torch.randn(4, 6), "a.bias": torch.randn(4)}
+    return start(model, clients)
+
+
+def test_the_first_round_sends_everything_and_differences_follow() -> None:
+    state = _state()
+    table = units(state.model)
+    tasks = tuple(Task(client) for client in range(3))
+    first = sending(state, Plan(1, tasks, 4, broadcast=True), table, 0)
+    whole, coded = feddd.payload_size(table.full_mask(), state.model), None
+    assert [first.download_bytes(task, table) for task in tasks] == [whole] * 3
+    assert first.coded is None
+    model = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in state.model.items()}
+    state = _after(state, first, model, [0, 1])
+    assert state.reference.held.tolist() == [0, 0, -1]
+    second = sending(state, Plan(2, tasks, 4, broadcast=True), table, 0)
+    coded = feddd.payload_size(table.full_mask(), state.model, bits=4)
+    assert [second.download_bytes(task, table) for task in tasks] == [coded, coded, whole]
+    assert second.reference is not None
+    assert second.reference.number == 1
+    for name, tensor in model.items():
+        step = float((tensor - state.reference.model[name]).abs().max()) / 7
+        assert float((second.model[name] - tensor).abs().max()) <= step * 2
+        assert torch.equal(second.reference.model[name], second.model[name])
+
+
+def test_between_broadcasts_the_reference_stays_and_whoever_missed_one_catches_up() -> None:
+    state = _state()
+    table = units(state.model)
+    reference = Reference(state.model, 3, np.array([3, 2, 0]))
+    moved = {name: tensor + 0.1 for name, tensor in state.model.items()}
+    state = _after(state, Sending(4, state.model, reference, reference), moved, [])
+    mask = pack_mask({"a": torch.tensor([True, False, True, False])}, table)
+    sent = sending(state, Plan(5, (), 4), table, 0)
+    own = int(payload_sizes([mask], table, 4)[0])
+    coded, whole = (feddd.payload_size(table.full_mask(), state.model, bits=bits) for bits in (4, 32))
+    assert sent.reference is reference or sent.reference == state.reference
+    sizes = [sent.download_bytes(Task(client, download=mask), table) for client in range(3)]
+    assert sizes == [own, own + min(coded, whole), own + min(3 * coded, whole)]
+
+
+def _after(state: Any, sent: Sending, model: Any, ok: list[int]) -> Any:
+    import dataclasses
+
+    from feddd.strategies.protocol import Upload
+
+    return dataclasses.replace(
+        state, round=state.round + 1, model=model, reference=reference_after(sent, [Upload(client) for client in ok])
+    )
+
+
+# In the simulator
+
+METHODS: dict[str, Any] = {
+    "feddd": FedDD(value_bits=4, broadcast_every=2),
+    "fixed": FedDD(value_bits=8, download="fixed"),
+    "fedavg": FedAvg(value_bits=2),
+    "some": FedAvg(0.5, value_bits=4),
+    "fedcs": FedCS(value_bits=4),
+    "oort": Oort(value_bits=8),
+}
+
+
+@pytest.mark.parametrize("model", ["mlp", "heterogeneous-b/16"])
+@pytest.mark.parametrize("name", METHODS)
+def test_workers_and_the_wire_change_nothing(name: str, model: str) -> None:
+    changes: dict[str, Any] = {"model": {"name": model}}
+    if model != "mlp":
+        changes["data"] = {"dataset": "synthetic-colour", "train_limit": 120}
+    world = build_world(experiment(fleet={"clients": 6}, **changes))
+    outcomes = []
+    for options in ({"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}):
+        with Simulation(world, **options) as simulation:  # type: ignore[arg-type]
+            outcomes.append(list(simulation.run(METHODS[name], 5)))
+    plain, *others = outcomes
+    for other in others:
+        assert [record.clients for record in other] == [record.clients for record in plain]
+        assert all(torch.equal(t, other[-1].state.model[key]) for key, t in plain[-1].state.model.items())
+
+
+def test_a_few_bits_cost_a_few_bits_and_learn_as_well() -> None:
+    world = build_world(experiment(fleet={"clients": 6}, data={"partition": "iid"}))
+    with Simulation(world, workers=1) as simulation:
+        runs = {bits: list(simulation.run(FedDD(value_bits=bits, broadcast_every=2), 8)) for bits in (32, 8, 4)}
+    sent = {bits: sum(row.upload.upload_bytes for row in run[-1].clients) for bits, run in runs.items()}
+    assert sent[8] / sent[32] == pytest.approx(8 / 32, rel=0.05)
+    assert sent[4] / sent[32] == pytest.approx(4 / 32, rel=0.10)
+    losses = {bits: run[-1].evaluation.loss for bits, run in runs.items() if run[-1].evaluation}
+    assert losses[8] == pytest.approx(losses[32], rel=0.1)
+    assert losses[4] == pytest.approx(losses[32], rel=0.2)
+
+
+def test_the_allocation_may_know_that_the_coming_download_is_fixed() -> None:
+    world = build_world(experiment(fleet={"clients": 6}))
+    with Simulation(world, workers=1) as simulation:
+        paper, fixed = (list(simulation.run(FedDD(download=way), 3)) for way in ("paper", "fixed"))  # type: ignore[arg-type]
+        shares = [[1 - row.dropout for row in record.clients] for record in fixed]
+        assert sum(shares[2]) / 6 == pytest.approx(0.6, abs=0.01)
+        assert shares[2] != [1 - row.dropout for row in paper[2].clients]
+
+
+@pytest.mark.parametrize("wrong", [{"value_bits": 3}, {"value_bits": 4, "broadcast_every": 0}, {"download": "x"}])
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"value_bits|download"):
+        FedDD(**wrong)
