@@ -195,7 +195,13 @@ def test_import_does_not_wait_for_torch(module: str) -> None:
 
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "torch.save", "np.load", "numpy.load"}
+UNSAFE_CALLS = {
+    *("eval", "exec", "compile", "__import__", "torch.load", "torch.save", "numpy.load", "yaml.load"),
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "multiprocessing.Pool"),
+    *("pandas.read_pickle", "torch.jit.load", "torch.package.PackageImporter", "builtins.eval", "builtins.exec"),
+}
+# Whatever is called, these are not said to it.
+UNSAFE_ARGUMENTS = {"shell": True, "allow_pickle": True, "weights_only": False}
 NUMPY_GENERATORS = {"Generator", "PCG64", "SeedSequence"}
 # Of torch's random functions those that read or fork the global generator; drawing from it is not among them.
 TORCH_HARMLESS = {"torch.random.fork_rng", "torch.random.get_rng_state"}
@@ -213,6 +219,17 @@ def dotted(node: ast.AST) -> str:
         owner = dotted(node.value)
         return f"{owner}.{node.attr}" if owner else ""
     return ""
+
+
+def full_names(nodes: Sequence[ast.AST]) -> dict[str, str]:
+    """What the names of a file stand for: `np` for numpy, `load` for torch.load after `from torch import load`."""
+    names = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def draws_from_a_global_generator(name: str, call: ast.Call) -> bool:
@@ -241,11 +258,19 @@ def inside_fork(nodes: Sequence[ast.AST]) -> set[ast.AST]:
 def forbidden(nodes: Sequence[ast.AST]) -> list[tuple[int, str]]:
     """(line, what) for every call that the package must not contain."""
     lent = inside_fork(nodes)
+    names = full_names(nodes)
     found = []
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
-        name = dotted(node.func)
+        first, dot, rest = dotted(node.func).partition(".")
+        name = names.get(first, first) + dot + rest
+        said = {keyword.arg: keyword.value for keyword in node.keywords}
+        for argument, value in UNSAFE_ARGUMENTS.items():
+            # Not only the value itself: what cannot be read off here may be it.
+            harmless = isinstance(said.get(argument), ast.Constant) and said[argument].value is not value
+            if argument in said and not harmless:
+                found.append((node.lineno, f"{name}({argument}=…)"))
         seeds_what_was_lent = name == "torch.default_generator.manual_seed" and node in lent
         if name in UNSAFE_CALLS or (draws_from_a_global_generator(name, node) and not seeds_what_was_lent):
             found.append((node.lineno, name))
@@ -263,12 +288,18 @@ def test_no_module_can_run_foreign_code_or_touch_a_global_generator() -> None:
         if module.partition(".")[0] in UNSAFE_MODULES or module in ("random", "numpy.random", "torch.random")
     ]
     assert calls + modules == []
+    peers = [(path, *found) for path in MODULES if path not in ours for found in forbidden(MODULES[path])]
+    unsafe = [(path, line, name) for path, line, name in peers if name in UNSAFE_CALLS or name.endswith("=…)")]
+    assert {name for _, _, name in unsafe} <= {"numpy.load"}
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        *("eval('1')", "exec('')", "torch.load(path)", "np.load(path)"),
+        *("eval('1')", "exec('')", "torch.load(path)", "import numpy as np; np.load(path)", "yaml.load(text)"),
+        *("from torch import load; load(path)", "from numpy import load as read; read(path)", "os.system(text)"),
+        *("subprocess.run(text, shell=True)", "anything(shell=perhaps)", "anything(allow_pickle=True)"),
+        *("anything(weights_only=False)", "from os import popen as p; p(text)"),
         *("np.random.seed(0)", "numpy.random.rand()", "np.random.default_rng()"),
         *("torch.manual_seed(0)", "torch.randn(3)", "torch.random.seed()", "torch.default_generator.manual_seed(0)"),
     ],
@@ -280,6 +311,12 @@ def test_forbidden_calls_would_be_found(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        *(
+            "subprocess.run(words, shell=False)",
+            "anything(weights_only=True)",
+            "np.loadtxt(path)",
+            "yaml.safe_load(text)",
+        ),
         *("np.random.default_rng(0)", "np.random.Generator(np.random.PCG64(1))", "rng.random()", "re.compile('')"),
         *("torch.randn(3, generator=own)", "model.eval()"),
         "with torch.random.fork_rng(devices=[]): torch.default_generator.manual_seed(0)",
@@ -287,6 +324,27 @@ def test_forbidden_calls_would_be_found(line: str) -> None:
 )
 def test_allowed_calls_are_not_taken_for_forbidden_ones(line: str) -> None:
     assert forbidden(list(ast.walk(ast.parse(line)))) == []
+
+
+# Our own processes talk in pickles, over a pair of sockets that nobody else can reach.
+PICKLES_BETWEEN_OURS = {"simulation/processes.py", "simulation/worker.py"}
+
+
+def test_only_our_own_processes_talk_in_pickles_and_over_a_private_pair_of_sockets() -> None:
+    users = {
+        path.relative_to(SOURCE).as_posix()
+        for path in MODULES
+        for _, module in imported(path)
+        if module.partition(".")[0] in ("multiprocessing", "socketserver", "asyncio", "xmlrpc")
+        and "peers" not in path.relative_to(SOURCE).parts
+    }
+    assert users == PICKLES_BETWEEN_OURS
+    for name in PICKLES_BETWEEN_OURS:
+        nodes = MODULES[SOURCE / name]
+        calls = {dotted(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+        assert not calls & {"Listener", "Client", "socket", "create_server", "bind", "listen", "accept", "connect"}
+    made = [dotted(node.func) for node in MODULES[SOURCE / "simulation/processes.py"] if isinstance(node, ast.Call)]
+    assert made.count("socket.socketpair") == 1
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -335,6 +335,8 @@ HOSTILE = {
     "infinite loss": (_report(train_loss=math.inf), "loss"),
     "absurd loss": (_report(train_loss=1e9), "loss"),
     "absurd statistic": (_report(oort_statistic=-math.inf), "statistic"),
+    "negative loss": (_report(train_loss=-1.0), "loss"),
+    "negative statistic": (_report(oort_statistic=-1.0), "statistic"),
     "negative time": (_report(compute_seconds=-1.0), "computing"),
     "an old answer": (_report(held="before"), "another round"),
     "huge": (_payload(lambda data: data[:-4] + np.float32(1e30).tobytes()), "beyond"),

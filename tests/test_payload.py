@@ -1,5 +1,6 @@
 """The wire format: byte by byte, there and back, its size, and everything it must refuse."""
 
+import math
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -228,6 +229,27 @@ def test_values_that_are_not_finite_are_refused_when_asked(bad: float) -> None:
         feddd.decode(data, like, finite=True)
     dropped = feddd.encode({"l.w": torch.tensor([1.0, bad, 2.0])}, mask)
     assert feddd.decode(dropped, like, finite=True)[0]["l.w"].tolist() == [1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("huge", [3.5e38, -1e300])
+def test_a_number_that_float32_cannot_hold_is_refused_not_turned_into_infinity(huge: float) -> None:
+    params = {"l.w": torch.tensor([1.0, huge, math.inf], dtype=torch.float64)}
+    with pytest.raises(ValueError, match="more than float32 can carry"):
+        feddd.encode(params, {"l": torch.tensor([True, True, False])})
+    # What is not sent does no harm, and an infinity stays what it is.
+    data = feddd.encode(params, {"l": torch.tensor([True, False, True])})
+    assert struct.unpack("<2f", data[-8:]) == (1.0, math.inf)
+    largest = {"l.w": torch.tensor([float(np.finfo(np.float32).max)], dtype=torch.float64)}
+    assert np.frombuffer(feddd.encode(largest, {"l": torch.tensor([True])})[-4:], "<f4")[0] == np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_that_overflow_the_receivers_precision_are_not_finite(dtype: torch.dtype) -> None:
+    data = feddd.encode({"l.w": torch.tensor([3.4e38, 1.0])}, {"l": torch.tensor([True, True])})
+    like = {"l.w": torch.zeros(2, dtype=dtype)}
+    assert feddd.decode(data, like)[0]["l.w"][0].isinf()
+    with pytest.raises(feddd.PayloadError, match="receiver's precision"):
+        feddd.decode(data, like, finite=True)
 
 
 def test_a_payload_error_is_a_value_error() -> None:

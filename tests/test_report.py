@@ -432,6 +432,72 @@ def test_page_draws_its_pictures_in_a_browser_without_a_complaint(tmp_path: Path
     assert "class" in drawn_text(dom, "classes")
 
 
+RUNS = "document.body.dataset.ran = 1"
+HOSTILE = {
+    "a script": f"<script>{RUNS}</script>",
+    "the end of a script": f"</script><script>{RUNS}</script>",
+    "a picture that fails": f"<img src=x onerror='{RUNS}'>",
+    "quotes": f'\'" onmouseover="{RUNS}" x=\'',
+    "ends of lines": f"a\u2028{RUNS}\u2029\r\n{RUNS}",
+    "an address": f'<a href="javascript:{RUNS}">x</a>',
+    "an entity": f"&lt;img src=x onerror={RUNS}&gt;",
+    "a place to fill": "{{plotly}} {{data}} \\1 \\g<0>",
+    "a comment": "<!--<script>",
+}
+
+
+def hostile_run(folder: Path, text: str) -> Results:
+    """A run of a stranger that has this text wherever a text may be."""
+    run = make_run(
+        folder / text.replace("/", "∕")[:80],
+        strategies=[FEDDD | {"label": text}, FEDAVG],
+        name=text,
+        data={"dataset": text, "partition": text},
+        model={"name": text},
+        note={text: [text]},
+    )
+    environment = json.dumps({"python": text, text: [text]})
+    (run.path / "environment.json").write_text(environment, encoding="utf-8")
+    clients = run.tables["clients"].to_pylist()
+    spoiled = [row | {"status": text} if row["client"] == 0 else row for row in clients]
+    pq.write_table(pa.Table.from_pylist(spoiled, schema=SCHEMAS["clients"]), run.path / "clients.parquet")
+    return load_results(run.path)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_is_text_wherever_it_stands(kind: str, tmp_path: Path) -> None:
+    text = HOSTILE[kind]
+    page = write_report([hostile_run(tmp_path, text)], tmp_path / "report.html")
+    assert " ".join(text.split()) in words(page)
+    assert data_of(page)["curves"][0]["label"] == text
+    plain = write_report([make_run(tmp_path / "plain")], tmp_path / "plain.html").read_text(encoding="utf-8")
+    written = page.read_text(encoding="utf-8")
+    for tag in ("<script", "</script", "<img", "<a ", "<!--"):
+        assert written.count(tag) == plain.count(tag)
+
+
+@pytest.mark.slow
+@in_browser
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_does_not_run_in_a_browser_and_is_shown(kind: str, tmp_path: Path) -> None:
+    text = HOSTILE[kind]
+    page = write_report([hostile_run(tmp_path, text)], tmp_path / "report.html")
+    hover = "document.querySelectorAll('*').forEach(one => one.dispatchEvent(new Event('mouseover')))"
+    dom, complaints = browse(page, script=hover)
+    assert complaints == []
+    assert not re.search(r"<body[^>]*data-ran", dom)
+    # As much of it as a legend shows: spaces and ends of lines are the browser's to draw.
+    shown = ["".join(found.split()) for found in drawn_text(dom, "curves")]
+    assert "".join(text.split()) in shown
+
+
+@pytest.mark.slow
+@in_browser
+def test_a_browser_would_tell_that_a_script_ran(tmp_path: Path) -> None:
+    dom, _ = browse(write_report([make_run(tmp_path / "run")], tmp_path / "report.html"), script=RUNS)
+    assert re.search(r"<body[^>]*data-ran", dom)
+
+
 @pytest.mark.slow
 @in_browser
 def test_controls_and_address_change_what_is_drawn(tmp_path: Path) -> None:

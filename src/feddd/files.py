@@ -1,11 +1,18 @@
-"""Where files go, and writing them so that a reader never sees half of one."""
+"""Where files go, writing them so that a reader never sees half of one, and reading what a stranger wrote."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import tomllib
 from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 128 * 2**20
+"""No text that is read whole is longer: a fleet of more than a million clients fits."""
+_MOST_LEVELS = 50
 
 
 def user_cache() -> Path:
@@ -37,3 +44,49 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """A file's text; OSError if it cannot be read, ValueError if it is no text or longer than MOST_BYTES."""
+    content = bytearray()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):  # piece by piece: a device has no end, and a size asked for is reserved
+            content += piece
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"it is longer than {MOST_BYTES // 2**20} MiB")
+    return content.decode(encoding)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """A TOML document; ValueError for everything that is wrong with it."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from None
+    _check_values(document)
+    return document
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """A JSON object; ValueError for everything that is wrong with it."""
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"it is a {type(document).__name__}, not an object")
+    _check_values(document)
+    return document
+
+
+def _check_values(document: object) -> None:
+    """What follows may recurse and may print numbers: Python does neither without a limit."""
+    waiting = [(document, 0)]
+    while waiting:
+        value, level = waiting.pop()
+        if level > _MOST_LEVELS:
+            raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"it holds an integer of {value.bit_length()} bits; 64 are allowed")
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(item, level + 1) for item in items]

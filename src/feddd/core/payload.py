@@ -51,6 +51,7 @@ def encode(
     """The kept units of `params` as bytes; integer tensors are not sent.
 
     bits: 32 for the values as they are; 8, 4 or 2 to round them at random, with `rng`, to so many bits
+    ValueError for a finite number that float32 cannot hold; what is not finite travels as it is.
     """
     table = units_for(params, units)
     table.check_mask(mask)
@@ -85,8 +86,19 @@ def _head(table: Units, mask: Mapping[str, Tensor], bits: int) -> bytes:
 
 def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
     table.take(params, mask, out=torch.from_numpy(target))
+    wide = [slot.name for slot in table.slots if params[slot.name].dtype == torch.float64]
+    if wide and not np.isfinite(target).all():
+        _refuse_overflow(target, table, params, mask)
     if sys.byteorder == "big":
         target.byteswap(inplace=True)
+
+
+def _refuse_overflow(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:
+    exact = torch.empty(len(target), dtype=torch.float64)
+    table.take({slot.name: params[slot.name].detach().double() for slot in table.slots}, mask, out=exact)
+    too_large = exact[exact.isfinite() & torch.from_numpy(target).isinf()]
+    if len(too_large):
+        raise ValueError(f"the parameters hold {too_large[0].item():g}, which is more than float32 can carry")
 
 
 def decode(
@@ -108,6 +120,9 @@ def decode(
         raise PayloadError("the payload holds a value that is not finite")
     dense = table.zeros_like(like)
     table.put(dense, mask, values)
+    narrow = [dense[slot.name] for slot in table.slots if dense[slot.name].element_size() < VALUE_BYTES]
+    if finite and not all(bool(tensor.isfinite().all()) for tensor in narrow):
+        raise PayloadError("the payload holds a value that is not finite in the receiver's precision")
     return dense, mask
 
 
@@ -182,7 +197,7 @@ def droppable_bytes(table: Units) -> int:
 
 def most_bytes(table: Units, bits: int = FLOAT_BITS) -> int:
     """The payload of the whole model."""
-    return int(_bytes(table, table.total_units, table.droppable_elements, bits))
+    return int(payload_bytes(table, table.total_units, table.droppable_elements, bits))
 
 
 def coverage_size(table: Units) -> int:
@@ -202,7 +217,7 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
     header = _HEADER.pack(MAGIC, VERSION, ENCODINGS[FLOAT_BITS], 0, table.digest)
     if len(data) != coverage_size(table) or data[: _HEADER.size] != header:
         raise PayloadError("this is not the coverage of this model's units")
-    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float64))
+    flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float32)).double()
     if not bool(((flat > 0) & (flat <= 1)).all()):
         raise PayloadError("a unit's coverage must lie above 0 and at most at 1")
     return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
@@ -214,7 +229,7 @@ def payload_sizes(packed: Sequence[bytes], table: Units, bits: int = FLOAT_BITS)
     flags = np.unpackbits(rows, axis=1, bitorder="little")
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
     kept = flags[:, : table.total_units].astype(np.int64)
-    sizes: NDArray[np.int64] = _bytes(table, kept.sum(1), kept @ per_unit.astype(np.int64), bits)
+    sizes: NDArray[np.int64] = payload_bytes(table, kept.sum(1), kept @ per_unit.astype(np.int64), bits)
     return sizes
 
 
@@ -249,10 +264,10 @@ def _mask_bytes(table: Units) -> int:
 
 def _size(table: Units, mask: Mapping[str, Tensor], bits: int = FLOAT_BITS) -> int:
     kept_units = sum(int(kept.sum()) for kept in mask.values())
-    return int(_bytes(table, kept_units, table.kept_elements(mask) - len(table.fixed), bits))
+    return int(payload_bytes(table, kept_units, table.kept_elements(mask) - len(table.fixed), bits))
 
 
-def _bytes(table: Units, kept_units: Any, kept_elements: Any, bits: int) -> Any:
+def payload_bytes(table: Units, kept_units: Any, kept_elements: Any, bits: int) -> Any:
     """Of a payload, or of several if the counts are arrays."""
     if bits == FLOAT_BITS:
         return fixed_bytes(table) + VALUE_BYTES * kept_elements

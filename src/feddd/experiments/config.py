@@ -191,7 +191,7 @@ class StrategySection(BaseModel):
             raise ValueError('a strategy needs a name: name = "feddd"')
         name = given["name"]
         label = given.get("label", name)
-        if not isinstance(label, str) or not re.fullmatch(r"[^/\\\x00-\x1f]{1,80}", label) or label in (".", ".."):
+        if not isinstance(label, str) or not _names_a_file(label):
             raise ValueError(f"label {label!r} must be 1 to 80 characters without slashes: it names files")
         options = {key: value for key, value in given.items() if key not in ("name", "label")}
         if ":" in name:
@@ -251,6 +251,12 @@ class Experiment(_Section):
         return tomli_w.dumps(_without_none(self.model_dump()))
 
 
+def _names_a_file(label: str) -> bool:
+    """1 to 80 characters and 200 bytes (a file name has 255), no slash, no control character, no half of a pair."""
+    plain = re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,80}", label)
+    return plain is not None and len(label.encode()) <= 200 and label not in (".", "..")
+
+
 def parse_experiment(document: Mapping[str, Any], where: str = "the experiment") -> Experiment:
     """Validate a document; the first thing wrong becomes one line."""
     try:
@@ -279,10 +285,10 @@ def explain(error: ValidationError, document: Mapping[str, Any], sections: type[
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("\n", " ")
     if problem["type"] == "literal_error":
         options = re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
-        return f"{key} cannot be {problem['input']!r}; {nearest(str(problem['input']), options)}"
+        return f"{key} cannot be {problem['input']!r:.200}; {nearest(str(problem['input'])[:200], options)}"
     given = problem.get("input")
     ours = problem["type"] == "value_error"
-    shown = f", not {given!r}" if not ours and isinstance(given, str | int | float | list | bool) else ""
+    shown = f", not {given!r:.200}" if not ours and isinstance(given, str | int | float | list | bool) else ""
     return f"{key}: {message}{shown}" if key else f"{message}{shown}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from feddd.errors import InputError, nearest
 from feddd.experiments.config import BUILT_IN, Experiment, parse_experiment
+from feddd.files import parse_toml, read_text
 
 # What a preset's name begins with, and what it may end with, in the order of a table of contents.
 _WORLDS = ("quickstart", "mnist", "fashion-mnist", "cifar10", "heterogeneous-a", "heterogeneous-b")
@@ -60,8 +60,8 @@ def load_experiment(
     """
     text, where = _find(path_or_name)
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = parse_toml(text)
+    except ValueError as error:
         raise InputError(f"{where} is not valid TOML: {error}") from error
     document.setdefault("name", where if where in presets() else Path(where).stem)
     _name_strategies(document)
@@ -77,10 +77,10 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
         return known[path_or_name], path_or_name
     path = Path(path_or_name)
     try:
-        return path.read_text(encoding="utf-8"), str(path)
+        return read_text(path), str(path)
     except FileNotFoundError:
         raise InputError(f"no preset or file {str(path_or_name)!r}; {nearest(str(path_or_name), known)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
 
 
@@ -108,7 +108,8 @@ def _override(document: dict[str, Any], override: str) -> None:
 
 def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -> tuple[dict[str, Any], list[str]]:
     """`strategy.LABEL.key`; labels may contain dots."""
-    tables = [table for table in document["strategy"] if isinstance(table, dict)]
+    given = document["strategy"]
+    tables = [table for table in given if isinstance(table, dict)] if isinstance(given, list) else []
     by_label = {str(table.get("label", table.get("name"))): table for table in tables}
     label, key = ".".join(parts[1:-1]), parts[-1]
     if label not in by_label:
@@ -119,8 +120,8 @@ def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -
 def _toml_value(text: str) -> Any:
     """A value in TOML syntax; a bare word is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         if re.fullmatch(r"[A-Za-z_][\w./:-]*", text):
             return text
         raise InputError(f"--set: {text!r} is neither a TOML value nor a bare word") from None

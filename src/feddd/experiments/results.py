@@ -5,18 +5,17 @@ Everything here is a function of the experiment, except ``timings``, which says 
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from feddd.errors import InputError
+from feddd.experiments.trusting import check_config, read_checked
+from feddd.files import parse_json, parse_toml, read_text
 
 CHECKPOINTS = "checkpoint"
 """In a run's folder until it is finished: what it goes on from, and the lock of the process that runs it."""
@@ -107,10 +106,11 @@ def load_results(path: str | os.PathLike[str]) -> Results:
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} is not a run's folder: it has no config.toml")
     try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        config = parse_toml(read_text(folder / "config.toml"))
+        check_config(config)
         documents = {name: _read_json(folder / f"{name}.json") for name in ("environment", "summary")}
         tables = {name: read_table(folder, name) for name in SCHEMAS}
-    except (ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{folder} holds a damaged file: {' '.join(str(error).split())}") from error
     return Results(folder, config, documents["environment"], documents["summary"], tables)
 
@@ -118,11 +118,11 @@ def load_results(path: str | os.PathLike[str]) -> Results:
 def read_table(folder: Path, name: str) -> Any:
     """One table of a run; empty where the run has not written it yet."""
     path = folder / f"{name}.parquet"
-    return pq.read_table(path) if path.is_file() else SCHEMAS[name].empty_table()
+    return read_checked(path, SCHEMAS[name]) if path.is_file() else SCHEMAS[name].empty_table()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return parse_json(read_text(path)) if path.is_file() else {}
 
 
 def time_to_accuracy(rounds: Sequence[Mapping[str, Any]], target: float) -> float | None:
@@ -132,7 +132,7 @@ def time_to_accuracy(rounds: Sequence[Mapping[str, Any]], target: float) -> floa
     """
     for row in rounds:
         if row["test_accuracy"] is not None and row["test_accuracy"] >= target:
-            return float(row["clock_seconds"])
+            return None if row["clock_seconds"] is None else float(row["clock_seconds"])
     return None
 
 
@@ -150,8 +150,8 @@ def summarise(results: Results) -> dict[str, Any]:
             "final_accuracy": accuracies[-1] if accuracies else None,
             "best_accuracy": max(accuracies, default=None),
             "clock_seconds": rows[-1]["clock_seconds"] if rows else None,
-            "upload_bytes": sum(row["upload_bytes"] for row in rows),
-            "download_bytes": sum(row["download_bytes"] for row in rows),
+            "upload_bytes": sum(row["upload_bytes"] or 0 for row in rows),
+            "download_bytes": sum(row["download_bytes"] or 0 for row in rows),
             "time_to_accuracy": [
                 {
                     "target": target,
@@ -167,7 +167,7 @@ def summarise(results: Results) -> dict[str, Any]:
 def reference_label(config: Mapping[str, Any]) -> str | None:
     """The label of the FedAvg that others are compared with: full participation if there is one."""
     fedavgs = [strategy for strategy in config["strategy"] if strategy["name"] == "fedavg"]
-    fedavgs.sort(key=lambda strategy: -strategy["participation"])
+    fedavgs.sort(key=lambda strategy: -strategy.get("participation", 1.0))
     return fedavgs[0]["label"] if fedavgs else None
 
 

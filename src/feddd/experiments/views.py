@@ -25,6 +25,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?![\w.])")
 _T = TypeVar("_T")
 
+_MOST_CELLS = 2000
+"""A picture has at most so many rows and so many columns: a table can name as many of each as it has rows."""
+
 _SECONDS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
@@ -232,10 +235,12 @@ def partition_matrix(run: Results) -> Matrix | None:
 
 
 def _matrix(rows: npt.NDArray[Any], columns: npt.NDArray[Any], values: npt.NDArray[Any]) -> Matrix:
-    row_names, row_at = np.unique(rows, return_inverse=True)
-    column_names, column_at = np.unique(columns, return_inverse=True)
+    row_names, column_names = (
+        np.array(thin(np.unique(names).tolist(), _MOST_CELLS), np.int64) for names in (rows, columns)
+    )
+    shown = np.isin(rows, row_names) & np.isin(columns, column_names)
     filled = np.full((len(row_names), len(column_names)), np.nan)
-    filled[row_at, column_at] = values
+    filled[np.searchsorted(row_names, rows[shown]), np.searchsorted(column_names, columns[shown])] = values[shown]
     return Matrix(row_names.tolist(), column_names.tolist(), filled)
 
 

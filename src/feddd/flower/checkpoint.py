@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from feddd.errors import InputError
-from feddd.files import write_atomically
+from feddd.files import parse_json, write_atomically
 from feddd.flower.registry import Member
 from feddd.strategies.protocol import ServerState
-from feddd.strategies.saving import MALFORMED, pack_state, unpack_state
+from feddd.strategies.saving import MALFORMED, expect, pack_state, unpack_state
 
 FORMAT = 2
 
@@ -55,15 +57,28 @@ def load_checkpoint(path: Path, like: Mapping[str, Tensor]) -> Checkpoint:
     """Read it back; `like` is the model that it has to fit."""
     try:
         with safe_open(path, framework="pt") as file:
-            document: dict[str, Any] = json.loads((file.metadata() or {})["feddd"])
+            document = parse_json((file.metadata() or {})["feddd"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{path} is not a checkpoint that can be read: {error}") from error
     if document.get("format") != FORMAT:
-        raise InputError(f"{path} has checkpoint format {document.get('format')}, not {FORMAT}")
+        raise InputError(f"{path} has checkpoint format {document.get('format')!r:.80}, not {FORMAT}")
     try:
-        state = unpack_state(tensors, document, like)
-        members = tuple(Member(**member) for member in document["members"])
-        return Checkpoint(document["token"], document["clock_seconds"], members, tuple(document["versions"]), state)
+        return _checkpoint(document, unpack_state(tensors, document, like))
     except MALFORMED as error:
-        raise InputError(f"{path} {error}") from error
+        raise InputError(f"{path} is not a checkpoint that can be used: {type(error).__name__} {error}") from error
+
+
+def _checkpoint(document: dict[str, Any], state: ServerState) -> Checkpoint:
+    """Every part with its type and its length; what it says of clients is believed no more than their own words."""
+    members = tuple(Member(**member) for member in document["members"])
+    for member in members:
+        expect(type(member.name) is str and type(member.sub_model) is int and member.sub_model >= 0, "members")
+    reports = (state.losses, state.oort_statistics, state.samples, state.label_coverage, state.kept_shares)
+    expect(not any(np.isinf(array).any() for array in reports), "reports")
+    versions = tuple(document["versions"])
+    expect(len(state.masks) == len(versions) == len(members) and all(type(v) is str for v in versions), "versions")
+    token, clock_seconds = document["token"], document["clock_seconds"]
+    expect(type(token) is str, "token")
+    expect(type(clock_seconds) is float and 0 <= clock_seconds < math.inf, "clock_seconds")
+    return Checkpoint(token, clock_seconds, members, versions, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,9 +31,23 @@ def read_report(content: RecordDict) -> Report:
     found = read_record(content, REPORT, Report)
     if found is None:
         raise Refused("the answer has no feddd report: does the client app have feddd_mod?")
-    if not found.client or len(found.client) > 200:
-        raise Refused("a client id has 1 to 200 characters")
+    if not (found.client.isprintable() and 1 <= len(found.client) <= 200):
+        raise Refused("a client id has 1 to 200 printable characters")
     return found
+
+
+def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> Report:
+    """What a client says of itself before its first round: checked now, used in every round's plan."""
+    report = read_report(content)
+    if not 0 <= report.sub_model < sub_models:
+        raise Refused(f"it has sub-model {report.sub_model}, and there are {sub_models}")
+    if not (math.isnan(report.label_coverage) or 0.0 <= report.label_coverage <= 1e6):
+        raise Refused(f"a label coverage of {report.label_coverage} makes no sense")
+    least, most = limits.bits_per_s
+    for rate in (report.uplink_bits_per_s, report.downlink_bits_per_s):
+        if not (rate == 0.0 or least <= rate <= most):
+            raise Refused(f"a link of {rate} bit/s is not between {least:g} and {most:g}")
+    return report
 
 
 def read_upload(content: RecordDict, report: Report, task: Task, table: Units, limits: Limits) -> Accepted:

@@ -107,7 +107,7 @@ def chunk_bytes(bits_per_s: float) -> int:
     return int(min(max(CHUNK_SECONDS * bits_per_s / 8, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES))
 
 
-def write_payload(content: RecordDict, data: bytes, chunk: int, key: str = PAYLOAD) -> None:
+def write_payload(content: RecordDict, data: bytes, chunk: int = MOST_CHUNK_BYTES, key: str = PAYLOAD) -> None:
     """Put bytes into a message, in pieces of at most `chunk` bytes."""
     chunk = min(max(chunk, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
     pieces = [data[start : start + chunk] for start in range(0, len(data), chunk)]

@@ -31,7 +31,7 @@ from feddd.core.submodel import coverage, narrow_coverage, slice_model
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from feddd.flower.checks import Accepted, read_report, read_upload
+from feddd.flower.checks import Accepted, read_introduction, read_report, read_upload
 from feddd.flower.links import Links
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
 from feddd.flower.records import COVERAGE, ORDER, Order, RecordError, Report, chunk_bytes, write_payload, write_record
@@ -130,6 +130,7 @@ class Server:
         self._token, self._clock_seconds = secrets.token_hex(8), 0.0
         if self._checkpoint is not None and self._checkpoint.is_file():
             found = load_checkpoint(self._checkpoint, self._like)
+            self._check_members(found)
             self._token, self._clock_seconds = found.token, found.clock_seconds
             self._registry, self._versions, self._state = Registry(found.members), list(found.versions), found.state
             logger.log(INFO, "going on after round %d of %s", found.state.round, self._checkpoint)
@@ -139,6 +140,17 @@ class Server:
         if wrong:
             raise InputError(f"initial_arrays do not fit the model: {wrong[0]!r} is missing or has another shape")
         self._state = start({name: given[name] for name in self._like}, 0)
+
+    def _check_members(self, found: Checkpoint) -> None:
+        """A checkpoint's clients must have sub-models that there are, and masks that fit them."""
+        try:
+            for member, mask in zip(found.members, found.state.masks, strict=True):
+                if member.sub_model >= len(self._tables):
+                    raise ValueError(f"client {member.name!r} has sub-model {member.sub_model}")
+                if mask is not None:
+                    unpack_mask(mask, self._tables[member.sub_model])
+        except ValueError as error:
+            raise InputError(f"{self._checkpoint} does not fit the models: {error}") from error
 
     def meet(self, grid: Grid) -> None:
         """Wait for enough nodes, and ask those that are new who they are."""
@@ -167,9 +179,7 @@ class Server:
         if answer.message is None:
             return None  # it may come back, and is asked again then
         try:
-            report = read_report(answer.message.content)
-            if not 0 <= report.sub_model < len(self._tables):
-                raise Refused(f"it has sub-model {report.sub_model}, and there are {len(self._tables)}")
+            report = read_introduction(answer.message.content, len(self._tables), self._limits)
             self._links.introduce(report.client, report.uplink_bits_per_s, report.downlink_bits_per_s)
         except ValueError as error:
             logger.log(WARNING, "node %d is left out: %s", node, error)
@@ -179,12 +189,13 @@ class Server:
         return report
 
     def _admit(self, node: int, report: Report) -> None:
+        before = {member.name: member.sub_model for member in self._registry.members}
         self._registry = self._registry.admit(node, Member(report.client, report.sub_model))
         place = self._registry.nodes[node]
         state = grown(self.expect_state(), len(self._registry.members))
         self._versions += [""] * (len(self._registry.members) - len(self._versions))
         masks = list(state.masks)
-        if report.held != self._versions[place]:
+        if report.held != self._versions[place] or report.sub_model != before.get(report.client, report.sub_model):
             masks[place] = None  # it does not hold what a sparse download would build on
             self._told.discard(place)
         label_coverage = state.label_coverage.copy()

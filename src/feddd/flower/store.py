@@ -49,11 +49,16 @@ class ClientStore:
         metadata = self._metadata()
         if metadata.get("version") != version or metadata.get("units") != units.digest.hex():
             return None
-        tensors = self._tensors()
+        values = self._tensors().get("values")
         try:
-            return Kept(unpack_mask(bytes.fromhex(metadata["mask"]), units), tensors["values"])
+            mask = unpack_mask(bytes.fromhex(metadata["mask"]), units)
         except (ValueError, KeyError):
             return None
+        if values is None or values.dtype != torch.float32 or not bool(values.isfinite().all()):
+            return None
+        # After a full upload nothing is left to keep.
+        expected = units.droppable_elements - units.kept_elements(mask) + len(units.fixed)
+        return Kept(mask, values) if values.shape == (expected,) else None
 
     def coverage(self, run: str, units: Units) -> dict[str, torch.Tensor] | None:
         """CR(k), which the server tells once in a run; None if it has not been told, or is not on disk."""
@@ -63,7 +68,13 @@ class ClientStore:
         told = {
             name.removeprefix("coverage."): t for name, t in self._tensors().items() if name.startswith("coverage.")
         }
-        return told or None
+        fits = told.keys() == {layer.name for layer in units.layers} and all(
+            told[layer.name].dtype == torch.float64
+            and told[layer.name].shape == (layer.units,)
+            and bool(((told[layer.name] > 0) & (told[layer.name] <= 1)).all())
+            for layer in units.layers
+        )
+        return told if told and fits else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         try:

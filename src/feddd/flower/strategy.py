@@ -179,12 +179,14 @@ class FedDDStrategy(Strategy):
         self._server.meet(grid)
         pending = self._server.plan(grid)
         clients = {node: client for client, node in pending.nodes.items()}
+        helped: set[int] = set()
 
         def again(answer: Answer) -> Message | None:
-            """A client that lost its state gets the full model at once."""
-            if answer.message is None or not _asks_for_all(answer.message):
-                return None
+            """A client that lost its state gets the full model at once, and once in a round."""
             client = clients[answer.node]
+            if answer.message is None or client in helped or not _asks_for_all(answer.message):
+                return None
+            helped.add(client)
             self._server.lost_its_state(client)
             return self._server.train_message(pending, client, config)
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from feddd.core.latency import round_seconds, transfer_seconds
-from feddd.core.payload import coverage_size, pack_mask, payload_sizes
+from feddd.core.payload import most_bytes, payload_bytes, payload_sizes
 from feddd.core.units import Units
 from feddd.errors import RunError
 from feddd.simulation.answers import FaultyTask
@@ -71,7 +70,7 @@ class Outlook:
         return round_seconds(*np.array(parts).T)
 
 
-def foresee(faults: Faults, seed: int, plan: Plan, sent: Sending, fleet: Fleet, tables: Sequence[Units]) -> Outlook:
+def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequence[Units], sent: Sending) -> Outlook:
     """The round that a plan leads to; tables: each client's layer table. RunError if the quorum cannot be met."""
     if faults == Faults():
         return Outlook(fleet, None, plan.tasks)
@@ -84,7 +83,7 @@ def foresee(faults: Faults, seed: int, plan: Plan, sent: Sending, fleet: Fleet, 
             task.client,
             STATUS.get(kind, "ok"),
             upload_bytes=0 if kind == "crashed" else _upload_bytes(task, kind, plan, table),
-            download_bytes=sent.download_bytes(task, table) + (coverage_size(table) if task.coverage else 0),
+            download_bytes=sent.download_bytes(task, table),
         )
         rows.append(_row(fleet, trouble, planned, task.dropout))
     arrival = np.array([np.inf if kind in STATUS else _total(row) for kind, row in zip(kinds, rows, strict=True)])
@@ -169,8 +168,9 @@ def _share(size: int, seconds: float, whole_seconds: float) -> int:
 
 def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
     if kind == "replayed" and plan.round > 1:
-        packed = pack_mask(table.full_mask(), table) if task.download is None else task.download
-    else:
-        asked = {layer.name: torch.arange(layer.units) < asked_units(layer, task) for layer in table.layers}
-        packed = pack_mask(asked, table)
-    return int(payload_sizes([packed], table, plan.bits)[0])
+        if task.download is None:
+            return most_bytes(table, plan.bits)
+        return int(payload_sizes([task.download], table, plan.bits)[0])
+    kept = [asked_units(layer, task) for layer in table.layers]
+    elements = sum(layer.unit_elements * units for layer, units in zip(table.layers, kept, strict=True))
+    return int(payload_bytes(table, sum(kept), elements, plan.bits))

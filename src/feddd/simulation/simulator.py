@@ -16,7 +16,7 @@ from torch import Tensor
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
-from feddd.core.payload import coverage_size, pack_mask
+from feddd.core.payload import pack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
@@ -159,7 +159,7 @@ class Simulation:
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
             sent = sending(state, plan, self.units, self.world.seed)
-            outlook = foresee(self.world.faults, self.world.seed, plan, sent, self.fleet, self._client_tables)
+            outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sent)
             result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
             uploads = outlook.uploads(result.uploads)
             watch.lap("train")
@@ -203,11 +203,7 @@ class Simulation:
     def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
         if sent.reference is None:
             return Download(to_arrays(sent.model))
-        sizes = {
-            task.client: sent.download_bytes(task, self._tables[self._width_of[task.client]])
-            + (coverage_size(self._tables[self._width_of[task.client]]) if task.coverage else 0)
-            for task in plan.tasks
-        }
+        sizes = {task.client: sent.download_bytes(task, self._client_tables[task.client]) for task in plan.tasks}
         own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
         return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
 

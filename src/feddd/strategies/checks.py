@@ -26,12 +26,17 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What an answer may say at most; value: the largest magnitude in a payload."""
+    """What an answer may say at most; of losses also what at least, because the allocation weighs clients by them.
+
+    value: the largest magnitude in a payload    bits_per_s: the slowest and the fastest link
+    """
 
     samples: int = 100_000_000
     loss: float = 1e6
+    least_loss: float = 0.0
     compute_seconds: float = 7 * 86400.0
     value: float = 1e6
+    bits_per_s: tuple[float, float] = (1.0, 1e15)
 
 
 def check_told(samples: int, train_loss: float, oort_statistic: float, label_coverage: float, limits: Limits) -> None:
@@ -39,8 +44,8 @@ def check_told(samples: int, train_loss: float, oort_statistic: float, label_cov
     if not 1 <= samples <= limits.samples:
         raise Refused(f"{samples} samples are not between 1 and {limits.samples}")
     for name, value in (("loss", train_loss), ("statistic", oort_statistic)):
-        if not (math.isfinite(value) and abs(value) <= limits.loss):
-            raise Refused(f"a {name} of {value} is not finite and within {limits.loss:g}")
+        if not limits.least_loss <= value <= limits.loss:
+            raise Refused(f"a {name} of {value} is not between {limits.least_loss:g} and {limits.loss:g}")
     if not (math.isnan(label_coverage) or 0.0 <= label_coverage <= 1e6):
         raise Refused(f"a label coverage of {label_coverage} makes no sense")
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.payload import most_bytes, payload_sizes
+from feddd.core.payload import coverage_size, most_bytes, payload_sizes
 from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise
 from feddd.core.streams import stream
 from feddd.core.units import Units
@@ -38,7 +38,10 @@ class Sending:
     coded: Coded | None = None
 
     def download_bytes(self, task: Task, table: Units) -> int:
-        """Of one client: its payload, and what it takes to bring its reference up to date."""
+        """Of one client: its payload, CR(k) if it is told, and what it takes to bring its reference up to date."""
+        return self._payload_bytes(task, table) + (coverage_size(table) if task.coverage else 0)
+
+    def _payload_bytes(self, task: Task, table: Units) -> int:
         mask = [task.download] if task.download is not None else None
         if self.before is None or self.reference is None:
             return int(payload_sizes(mask, table)[0]) if mask else most_bytes(table)

