@@ -19,7 +19,8 @@ from feddd.experiments.running import build_world
 from feddd.experiments.views import lines, not_counted
 from feddd.reporting import print_summary
 from feddd.simulation import answers
-from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, receive_answers
+from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, Wire, receive_answers
+from feddd.simulation.differences import Sent
 from feddd.simulation.faults import ANSWERS, Faults, draw
 from feddd.simulation.outlook import end_seconds
 from feddd.simulation.simulator import Simulation
@@ -170,6 +171,38 @@ def test_models_of_different_width_can_fail_too():
     assert {status.partition(":")[0] for status in statuses(garbage).values()} == {"ok", "refused"}
 
 
+@pytest.mark.parametrize("kind", [*REASONS, "lying"])
+def test_values_in_a_few_bits_can_fail_too(world, kind):
+    strategy = FedDD(broadcast_every=3, value_bits=8)
+    found = records(world, strategy, Faults(**{kind: 0.3}))
+    if kind in ("corrupted", "lying"):
+        # Nearly every byte of a code is as good as another.
+        assert "ok" in statuses(found).values()
+        assert not same_model(found, records(world, strategy, Faults()))
+    else:
+        assert any(status.startswith("refused") for status in statuses(found).values())
+        assert same_model(found, records(world, strategy, Faults(lost=0.3))) == (kind != "replayed")
+    assert all(tensor.isfinite().all() for tensor in found[-1].state.model.values())
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_no_client_is_charged_for_longer_than_its_round(world, bits):
+    for record in records(world, FedDD(value_bits=bits), EVERYTHING):
+        assert all(total(row) <= record.round_seconds * (1 + 1e-12) for row in record.clients)
+
+
+def test_a_faulty_run_that_was_interrupted_goes_on_with_the_same_bits(world):
+    faulty, strategy = dataclasses.replace(world, faults=EVERYTHING), FedDD(broadcast_every=0)
+    with Simulation(faulty, workers=1) as simulation:
+        whole = list(simulation.run(strategy, 6))
+        record = list(simulation.run(strategy, 3))[-1]
+        standing = simulation.standing(record, simulation.holding(strategy, record.state))
+    with Simulation(faulty, workers=2) as simulation:
+        rest = list(simulation.run(strategy, 6, after=standing))
+    assert repr(facts(rest)) == repr(facts(whole[3:]))
+    assert same_model(rest, whole)
+
+
 # Answers that do not count
 
 
@@ -268,7 +301,8 @@ def test_corruption_that_passes_the_checks_counts_as_it_came(monkeypatch):
     monkeypatch.setattr(answers, "stream", lambda *_: Zeros())
     honest = Upload(0, samples=5, train_loss=1.0, oort_statistic=1.0, upload_bytes=size)
     task = FaultyTask(0, fault="corrupted")
-    (known,) = receive_answers(0, 1, [task], [honest], (dict(stack), stack, masks), table)
+    wire = Wire(stack, stack, masks, Sent(state), table)
+    (known,) = receive_answers(0, 1, [task], [honest], wire)
     assert known.status == "ok"
     values = table.take({name: tensor[0] for name, tensor in stack.items()}, table.full_mask())
     assert not values[-BLOCK_BYTES // 4 :].any()

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from feddd.core.payload import PayloadError, encode, pack_mask, unpack_mask
+from feddd.core.payload import VALUE_BYTES, PayloadError, encode, fixed_bytes, pack_mask, unpack_mask
+from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.units import Mask, Params, Units
+from feddd.simulation.differences import Sent, bases
 from feddd.simulation.faults import GONE
 from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
 from feddd.strategies.protocol import Task, Upload
@@ -38,13 +40,17 @@ def fault_of(task: Task) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One client after training: W, Ŵ, the mask it chose, and what the server would know of it without faults."""
+class Wire:
+    """Some trained clients and what the server makes of what they send; stacks, [clients] first.
 
-    before: Params
+    after: Ŵ    arrived: the values of the uploads    sent: what they were sent, which differences are taken to
+    """
+
     after: Params
-    mask: Mask
-    upload: Upload
+    arrived: Params
+    masks: Mask
+    sent: Sent
+    units: Units
 
 
 @dataclass(frozen=True)
@@ -56,58 +62,12 @@ class Answer:
     data: bytes
 
 
-def answer(task: FaultyTask, number: int, work: Work, table: Units, rng: np.random.Generator) -> Answer:
-    """The answer to a task, wrong in the way that its fault says."""
-    own, mask, told = work.after, work.mask, work.upload
-    if task.fault == "lying":
-        factor = task.lie_factor
-        samples, loss = max(1, round(factor * told.samples)), factor * told.train_loss
-        told = replace(told, samples=samples, train_loss=loss, oort_statistic=factor * told.oort_statistic)
-    elif task.fault == "non_finite":
-        own, values = {name: tensor.clone() for name, tensor in own.items()}, table.take(own, mask)
-        values[int(rng.integers(len(values)))] = float(rng.choice([np.nan, np.inf, -np.inf]))
-        table.put(own, mask, values)
-    elif task.fault == "replayed" and number > 1:
-        old = table.full_mask() if task.download is None else unpack_mask(task.download, table)
-        # Of the old payload only the size matters: the round that it belongs to gives it away.
-        return Answer(number - 1, told, encode(work.before, old, units=table))
-    elif task.fault == "wrong_model":
-        other = replace(table, layers=tuple(replace(layer, name=f"other.{layer.name}") for layer in table.layers))
-        return Answer(number, told, encode(own, {f"other.{name}": kept for name, kept in mask.items()}, units=other))
-    return Answer(number, told, damage(encode(own, mask, units=table), task.fault, rng))
-
-
-def damage(data: bytes, fault: str, rng: np.random.Generator) -> bytes:
-    """The payload with random bytes throughout ("garbage") or in one block ("corrupted")."""
-    if fault == "garbage":
-        return rng.bytes(len(data))
-    if fault == "corrupted":
-        start = int(rng.integers(max(1, len(data) - BLOCK_BYTES + 1)))
-        block = rng.bytes(min(BLOCK_BYTES, len(data)))
-        return data[:start] + block + data[start + len(block) :]
-    return data
-
-
-def read_answer(found: Answer, task: Task, number: int, table: Units) -> tuple[Upload, Mask, Tensor]:
-    """What the server believes of an answer; Refused or PayloadError if nothing."""
-    check_version(str(found.round), str(number))
-    told = found.told
-    check_told(told.samples, told.train_loss, told.oort_statistic, told.label_coverage, Limits())
-    mask, values = check_payload(found.data, task, table, Limits())
-    return replace(told, mask=pack_mask(mask, table), upload_bytes=len(found.data)), mask, values
-
-
 def receive_answers(
-    seed: int,
-    number: int,
-    tasks: Sequence[Task],
-    uploads: Sequence[Upload],
-    stacks: tuple[Params, Params, Mask],
-    table: Units,
+    seed: int, number: int, tasks: Sequence[Task], uploads: Sequence[Upload], wire: Wire
 ) -> list[Upload]:
     """What the server knows of some trained clients; of an answer that it refused, why.
 
-    uploads: what it would know without faults    stacks: W, Ŵ and masks, [clients] first
+    uploads: what it would know without faults
     A damaged payload that passes the checks counts: what it holds is written into the stacks.
     """
     known = list(uploads)
@@ -117,11 +77,9 @@ def receive_answers(
         if task.fault == "crashed":
             known[place] = Upload(upload.client, "lost", download_bytes=upload.download_bytes)
             continue
-        before, after, mask = ({name: stack[place] for name, stack in one.items()} for one in stacks)
-        work = Work(_on_cpu(before), _on_cpu(after), mask, upload)
-        found = answer(task, number, work, table, stream(seed, "faults", number, task.client))
+        found = answer(seed, number, task, place, upload, wire)
         try:
-            known[place], arrived, values = read_answer(found, task, number, table)
+            known[place], mask, values = read_answer(found, task, number, wire)
         except (Refused, PayloadError) as error:
             known[place] = Upload(
                 upload.client,
@@ -131,11 +89,66 @@ def receive_answers(
             )
             continue
         if task.fault == "corrupted":  # in bytes that no check can tell from good ones
-            table.put(after, arrived, values.to(next(iter(after.values())).device))
-            for name, units in arrived.items():
-                mask[name].copy_(units)
+            if wire.sent.server is not None:
+                values = values + wire.units.take(_base(wire, wire.sent.server, task), mask)
+            stack = {name: one[place] for name, one in wire.arrived.items()}
+            wire.units.put(stack, mask, values.to(next(iter(stack.values())).device))
+            for name, units in mask.items():
+                wire.masks[name][place].copy_(units)
     return known
 
 
-def _on_cpu(params: Params) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in params.items()}
+def answer(seed: int, number: int, task: FaultyTask, place: int, upload: Upload, wire: Wire) -> Answer:
+    """One client's answer, wrong in the way that the task's fault says."""
+    table, bits, told = wire.units, wire.sent.bits, upload
+    values = {name: stack[place].cpu() for name, stack in wire.after.items()}
+    if bits != FLOAT_BITS:
+        base = _base(wire, wire.sent.model, task)
+        values = {slot.name: values[slot.name] - base[slot.name] for slot in table.slots}
+    mask = {name: rows[place] for name, rows in wire.masks.items()}
+    if task.fault == "replayed" and number > 1:
+        # Of the old payload only the size matters: the round that it belongs to gives it away.
+        number -= 1
+        mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
+    elif task.fault == "wrong_model":
+        table = replace(table, layers=tuple(replace(layer, name=f"other.{layer.name}") for layer in table.layers))
+        mask = {f"other.{name}": kept for name, kept in mask.items()}
+    elif task.fault == "lying":
+        factor = task.lie_factor
+        samples, loss = max(1, round(factor * told.samples)), factor * told.train_loss
+        told = replace(told, samples=samples, train_loss=loss, oort_statistic=factor * told.oort_statistic)
+    data = encode(values, mask, units=table, bits=bits, rng=stream(seed, "rounding", number, task.client))
+    return Answer(number, told, damage(data, task.fault, table, stream(seed, "faults", number, task.client)))
+
+
+def damage(data: bytes, fault: str, table: Units, rng: np.random.Generator) -> bytes:
+    """The payload with random bytes throughout or in one block, or with a number that is none."""
+    if fault == "garbage":
+        return rng.bytes(len(data))
+    if fault == "corrupted":
+        block = rng.bytes(min(BLOCK_BYTES, len(data)))
+        start = int(rng.integers(len(data) - len(block) + 1))
+    elif fault == "non_finite":
+        block = np.float32(rng.choice([np.nan, np.inf, -np.inf])).tobytes()
+        # In every encoding float32 numbers follow the mask, at least one for each layer.
+        first = fixed_bytes(table) - VALUE_BYTES * len(table.fixed)
+        start = first + VALUE_BYTES * int(rng.integers(len(table.layers)))
+    else:
+        return data
+    return data[:start] + block + data[start + len(block) :]
+
+
+def read_answer(found: Answer, task: Task, number: int, wire: Wire) -> tuple[Upload, Mask, Tensor]:
+    """What the server believes of an answer; Refused or PayloadError if nothing."""
+    told = found.told
+    check_version(str(found.round), str(number))
+    check_told(told.samples, told.train_loss, told.oort_statistic, told.label_coverage, Limits())
+    mask, values = check_payload(found.data, task, wire.units, Limits(), wire.sent.bits)
+    return replace(told, mask=pack_mask(mask, wire.units), upload_bytes=len(found.data)), mask, values
+
+
+def _base(wire: Wire, model: Params, task: Task) -> dict[str, Tensor]:
+    """The model where a client was sent it, the reference elsewhere."""
+    if wire.sent.reference is None:
+        raise ValueError("differences need a reference")
+    return {name: stack[0].cpu() for name, stack in bases(model, wire.sent.reference, [task], wire.units).items()}

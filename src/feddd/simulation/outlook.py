@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from feddd.core.latency import round_seconds, transfer_seconds
 from feddd.core.payload import most_bytes, payload_bytes, payload_sizes
-from feddd.core.quantise import FLOAT_BITS
 from feddd.core.units import Units
 from feddd.errors import RunError
 from feddd.simulation.answers import FaultyTask
@@ -75,8 +74,6 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
     """The round that a plan leads to; tables: each client's layer table. RunError if the quorum cannot be met."""
     if faults == Faults():
         return Outlook(fleet, None, plan.tasks)
-    if plan.bits != FLOAT_BITS and faults.damages_payloads:
-        raise RunError("faults that damage payloads are simulated with float32 values only: value_bits must be 32")
     trouble = draw(faults, seed, plan.round, len(fleet))
     kinds = [str(trouble.answer[task.client]) for task in plan.tasks]
     rows = []
@@ -171,7 +168,9 @@ def _share(size: int, seconds: float, whole_seconds: float) -> int:
 
 def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
     if kind == "replayed" and plan.round > 1:
-        return most_bytes(table) if task.download is None else int(payload_sizes([task.download], table)[0])
+        if task.download is None:
+            return most_bytes(table, plan.bits)
+        return int(payload_sizes([task.download], table, plan.bits)[0])
     kept = [asked_units(layer, task) for layer in table.layers]
     elements = sum(layer.unit_elements * units for layer, units in zip(table.layers, kept, strict=True))
     return int(payload_bytes(table, sum(kept), elements, plan.bits))

@@ -34,7 +34,7 @@ from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
-from feddd.simulation.answers import ABSENT, fault_of, receive_answers
+from feddd.simulation.answers import ABSENT, Wire, fault_of, receive_answers
 from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.reduction import Node, reduce_tree
@@ -244,14 +244,15 @@ class Shard:
         watch.lap("selection")
         answered = self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
         after = trained.after
+        arrived = self._upload(number, after, tasks, masks, sent_model, table)
         if any(fault_of(task) for task in tasks):
-            answered = receive_answers(self.spec.seed, number, tasks, answered, (before, after, masks), table)
+            wire = Wire(after, arrived, masks, sent_model, table)
+            answered = receive_answers(self.spec.seed, number, tasks, answered, wire)
             fine = np.array([upload.status == "ok" for upload in answered])
-            after, masks = only(after, fine), only(masks, fine)
-            tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
+            after, arrived, masks = only(after, fine), only(arrived, fine), only(masks, fine)
         weights = torch.tensor([float(u.samples) for u in answered if u.status == "ok"], dtype=torch.float64)
         if len(weights):
-            sent.add_stack(self._upload(number, after, tasks, masks, sent_model, table), masks, weights, table)
+            sent.add_stack(arrived, masks, weights, table)
             if full is not None:
                 full.add_stack(after, None, weights, table)
         watch.lap("sums")

@@ -153,7 +153,7 @@ class Simulation:
             self._engine.reset()
         else:
             state, clock_seconds = after.state, after.clock_seconds
-            self._engine.restore(kept_arrays(after, [self._tables[width] for width in self._width_of]))
+            self._engine.restore(kept_arrays(after, self._client_tables))
         for number in range(state.round + 1, rounds + 1):
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
