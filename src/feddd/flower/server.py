@@ -10,7 +10,6 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
 
@@ -22,26 +21,23 @@ from feddd.core.payload import (
     coverage_size,
     droppable_bytes,
     encode,
-    encode_coded,
     encode_coverage,
     fixed_bytes,
     unpack_mask,
 )
-from feddd.core.quantise import Coded
 from feddd.core.streams import stream
-from feddd.core.submodel import coverage, narrow_coverage, slice_model
+from feddd.core.submodel import coverage, narrow_coverage
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from feddd.flower.checks import Accepted, read_introduction, read_report, read_upload
+from feddd.flower.downloads import Downloads
+from feddd.flower.facts import Pending, RoundFacts
 from feddd.flower.links import Links
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
 from feddd.flower.records import (
     COVERAGE,
-    MOVE,
     ORDER,
-    PAYLOAD,
-    REFERENCE,
     Order,
     RecordError,
     Report,
@@ -52,49 +48,13 @@ from feddd.flower.records import (
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
 from feddd.flower.rounds import Answer, exchange
 from feddd.strategies.checks import Limits, Refused, check_version
-from feddd.strategies.protocol import Plan, ServerState, Task, Upload, start
+from feddd.strategies.protocol import ServerState, Task, Upload, start
 from feddd.strategies.protocol import Strategy as Method
-from feddd.strategies.reference import Sending, bases, narrowed, reference_after, sending
+from feddd.strategies.reference import reference_after, sending
 
 HELLO_SECONDS = 90.0
-MOVES_KEPT = 16
-"""Of the reference; with two bits a value, all of it costs as much as so many."""
 
 logger = getLogger("feddd.flower")
-
-
-@dataclass(frozen=True)
-class RoundFacts:
-    """A finished round, for tables: what the clients did, and what the server measured.
-
-    seconds: wall seconds of this round    turnaround: client → wall seconds from its message to its answer
-    compute: client → seconds that it said it trained    dropout: client → D_n
-    evaluation_bytes: what federated evaluation sent, 0 unless it was asked for
-    """
-
-    round: int
-    seconds: float
-    clock_seconds: float
-    uploads: tuple[Upload, ...]
-    dropout: Mapping[int, float]
-    turnaround: Mapping[int, float]
-    compute: Mapping[int, float]
-    members: tuple[Member, ...]
-    state: ServerState
-    metrics: Mapping[str, float]
-    evaluation_bytes: int = 0
-
-
-@dataclass
-class Pending:
-    """A round that is under way."""
-
-    plan: Plan
-    nodes: dict[int, int]
-    tasks: dict[int, Task]
-    download_bytes: dict[int, int]
-    begun: float
-    sent: Sending
 
 
 class Server:
@@ -124,7 +84,7 @@ class Server:
         self._refused_nodes: set[int] = set()
         self._versions: list[str] = []
         self._told: set[int] = set()
-        self._moves: dict[int, Coded] = {}
+        self._downloads = Downloads(self._tables)
         self._state: ServerState | None = None
         self.pending: Pending | None = None
 
@@ -150,7 +110,7 @@ class Server:
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """From the checkpoint if there is one, else anew from the given arrays."""
         self._registry, self._refused_nodes, self._versions, self._told = Registry(), set(), [], set()
-        self._moves = {}
+        self._downloads = Downloads(self._tables)
         self._token, self._clock_seconds = secrets.token_hex(8), 0.0
         if self._checkpoint is not None and self._checkpoint.is_file():
             found = load_checkpoint(self._checkpoint, self._like)
@@ -239,9 +199,7 @@ class Server:
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
         sent = sending(state, plan, self._tables[0], self._seed)
-        if sent.coded is not None and sent.reference is not None and sent.moves:
-            self._moves[sent.reference.number] = sent.coded
-            self._moves.pop(sent.reference.number - MOVES_KEPT, None)
+        self._downloads.remember(sent)
         self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic(), sent)
         return self.pending
 
@@ -268,7 +226,7 @@ class Server:
         )
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
         chunk = chunk_bytes(link.downlink_bits_per_s)
-        order, size = self._write_download(content, order, pending.sent, task, member.sub_model, chunk)
+        order, size = self._downloads.write(content, order, pending.sent, task, member.sub_model, chunk)
         write_record(content, ORDER, order)
         if tells:
             share = coverage(self._tables[0], [self._tables[one.sub_model] for one in self._registry.members])
@@ -279,34 +237,6 @@ class Server:
         node = pending.nodes[client]
         # Valid longer than the round, so that an answer just in time is not lost on its way.
         return Message(content, node, MessageType.TRAIN, ttl=2 * self._deadline_seconds, group_id=str(number))
-
-    def _write_download(
-        self, content: RecordDict, order: Order, sent: Sending, task: Task, sub_model: int, chunk: int
-    ) -> tuple[Order, int]:
-        """Put the payloads of a download into a message; the order that goes with them, and their bytes."""
-        table = self._tables[sub_model]
-        mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
-        if sent.before is None or sent.reference is None:
-            payloads = {PAYLOAD: encode(self._own(sub_model), mask, units=table)}
-            return order, _write_all(content, payloads, chunk)
-        payloads = {}
-        missed = sent.missed(task.client, table)
-        numbers = range(sent.before.number - (missed or 0) + 1, sent.before.number + 1)
-        if missed is None or any(number not in self._moves for number in numbers):
-            missed, there = None, sent.reference if sent.moves else sent.before
-            payloads[REFERENCE] = encode(self._part(there.model, sub_model), table.full_mask(), units=table)
-        else:
-            for number in numbers:
-                move = narrowed(self._moves[number], self._tables[0], table)
-                payloads[f"{MOVE}.{number}"] = encode_coded(move, table.full_mask(), table, sent.bits)
-        if sent.coded is not None and not (missed is None and sent.moves):
-            payloads[PAYLOAD] = encode_coded(narrowed(sent.coded, self._tables[0], table), mask, table, sent.bits)
-        whole = missed is None
-        number = sent.reference.number if whole and sent.moves else sent.before.number
-        order = dataclasses.replace(
-            order, bits=sent.bits, reference=number, missed=missed or 0, whole=whole, broadcast=sent.moves
-        )
-        return order, _write_all(content, payloads, chunk)
 
     def _version(self, number: int, client: int) -> str:
         """Names what a client keeps after a round of this run."""
@@ -333,10 +263,7 @@ class Server:
         return sum(droppable_bytes(table) + fixed_bytes(table) for table in tables)
 
     def _own(self, sub_model: int) -> Mapping[str, Tensor]:
-        return self._part(self.expect_state().model, sub_model)
-
-    def _part(self, model: Mapping[str, Tensor], sub_model: int) -> Mapping[str, Tensor]:
-        return slice_model(model, self._tables[0], self._tables[sub_model]) if sub_model else model
+        return self._downloads.part(self.expect_state().model, sub_model)
 
     def digest(self, answers: Mapping[int, Answer]) -> RoundFacts:
         """Check, average, absorb, checkpoint."""
@@ -352,12 +279,8 @@ class Server:
                 continue
             member = self._registry.members[client]
             table = self._tables[member.sub_model]
-            dense = table.zeros_like(self._own(member.sub_model))
-            table.put(dense, accepted.mask, accepted.values)
-            if pending.sent.reference is not None:
-                reference = self._part(pending.sent.reference.model, member.sub_model)
-                base = bases(self._own(member.sub_model), reference, [pending.tasks[client]], table)
-                dense = {slot.name: base[slot.name][0] + dense[slot.name] for slot in table.slots}
+            task, sent = pending.tasks[client], pending.sent
+            dense = self._downloads.arrived(accepted.values, accepted.mask, sent, task, state.model, member.sub_model)
             average.add(dense, accepted.mask, accepted.report.samples)
             uploads.append(_upload(client, accepted, table, pending.download_bytes[client]))
             compute[client] = accepted.report.compute_seconds
@@ -446,12 +369,6 @@ def _upload(client: int, accepted: Accepted, table: Units, download_bytes: int) 
         upload_bytes=accepted.upload_bytes,
         download_bytes=download_bytes,
     )
-
-
-def _write_all(content: RecordDict, payloads: Mapping[str, bytes], chunk: int) -> int:
-    for key, data in payloads.items():
-        write_payload(content, data, chunk, key)
-    return sum(map(len, payloads.values()))
 
 
 def _natural(name: str) -> tuple[int, int, str]:

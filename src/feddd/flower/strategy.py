@@ -16,10 +16,11 @@ from pathlib import Path
 from torch import nn
 
 from feddd.flower.checks import read_report
+from feddd.flower.facts import RoundFacts
 from feddd.flower.links import Links, MeasuredLinks
 from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MetricRecord, Result, Strategy
 from feddd.flower.rounds import POLL_SECONDS, Answer, exchange
-from feddd.flower.server import RoundFacts, Server
+from feddd.flower.server import Server
 from feddd.strategies.checks import Limits
 from feddd.strategies.protocol import Strategy as Method
 

@@ -12,10 +12,11 @@ from feddd.core.payload import VALUE_BYTES, PayloadError, encode, fixed_bytes, p
 from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.units import Mask, Params, Units
-from feddd.simulation.differences import Sent, bases
+from feddd.simulation.differences import Sent
 from feddd.simulation.faults import GONE
 from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
 from feddd.strategies.protocol import Task, Upload
+from feddd.strategies.reference import bases
 
 ABSENT = ("lost", GONE, "late")
 """Clients that never send anything; what they would have trained is of no use."""
