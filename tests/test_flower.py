@@ -18,7 +18,7 @@ from torch import nn
 from feddd import FedAvg, FedCS, FedDD, Oort
 from feddd.errors import InputError, RunError
 from feddd.experiments.running import build_world
-from feddd.flower import FedDDStrategy, Link, MeasuredLinks, RoundFacts, feddd_mod
+from feddd.flower import FedDDStrategy, FixedLinks, Link, MeasuredLinks, RoundFacts, feddd_mod
 from feddd.flower.checkpoint import load_checkpoint, save_checkpoint
 from feddd.flower.records import (
     ORDER,
@@ -249,7 +249,9 @@ def test_a_narrow_client_that_lost_its_disk_is_told_the_coverage_again(tmp_path:
             ClientStore(tmp_path, "1").path.unlink()
 
     facts: list[RoundFacts] = []
-    strategy = FedDDStrategy(FedDD(broadcast_every=3), sizes, poll_seconds=0.01, on_round=facts.append)
+    links = FixedLinks({str(n): Link(compute_seconds=0.0) for n in range(4)})
+    method = FedDD(broadcast_every=3, rates="uniform")
+    strategy = FedDDStrategy(method, sizes, poll_seconds=0.01, links=links, on_round=facts.append)
     strategy.start(grid, ArrayRecord(dict(sizes[0].state_dict())), 5, evaluate_fn=at)  # type: ignore[arg-type]
     assert all(upload.status == "ok" for fact in facts for upload in fact.uploads)
     assert sorted(told) == [(2, "0"), (2, "1"), (2, "2"), (2, "3"), (4, "1")]

@@ -18,6 +18,8 @@ from feddd.flower.names import Grid, Message
 from feddd.strategies.checks import PATIENCE
 
 POLL_SECONDS = 0.5
+FAILURES_IN_A_ROW = 10
+"""So often an answer may fail to be pulled before the run is given up."""
 NODES_A_POLL = 4
 """With more nodes than this each is asked less often, so that the SuperLink is not asked more."""
 
@@ -109,17 +111,22 @@ def _pull(
     arrived: SimpleQueue[tuple[_Sent, Message, float] | Exception],
     over: threading.Event,
 ) -> None:
-    """Ask for one answer until it is there or nobody wants it any more."""
-    try:
-        while not over.is_set():
+    """Ask for one answer until it is there or nobody wants it any more; a busy SuperLink may fail now and then."""
+    failures = 0
+    while not over.is_set():
+        try:
             # The reply to a lost node's message comes from the SuperLink: only what it answers tells whose it is.
             for reply in grid.pull_messages([sent.identity]):
                 if reply.metadata.reply_to_message_id == sent.identity:
                     arrived.put((sent, reply, time.monotonic()))
                     return
-            over.wait(pause)
-    except Exception as error:  # raised again where the round is waited for
-        arrived.put(error)
+            failures = 0
+        except Exception as error:  # raised again where the round is waited for
+            failures += 1
+            if failures == FAILURES_IN_A_ROW:
+                arrived.put(error)
+                return
+        over.wait(pause)
 
 
 def _enough(

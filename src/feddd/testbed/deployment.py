@@ -37,6 +37,7 @@ class Deployment:
     """A SuperLink on `address` and nodes with these node configs; use it in a `with`.
 
     secure: TLS and registered keys; without, anybody who reaches the port takes part
+    database: what the SuperLink knows survives it; in memory it does not, but has no locks to wait for
     reaper: ends what this process cannot, because it was killed itself
     """
 
@@ -47,6 +48,7 @@ class Deployment:
     wrap: Wrap = lambda _, command: list(command)
     port: int = 0
     certificates: Certificates | None = None
+    database: bool = True
     reaper: Reaper | None = None
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -84,7 +86,8 @@ class Deployment:
 
     def start_superlink(self) -> None:
         """Start it, and wait until it listens."""
-        where = ["--host", self.address, "--port", str(self.port), "--database", str(self.folder / "superlink.db")]
+        where = ["--host", self.address, "--port", str(self.port)]
+        where += ["--database", str(self.folder / "superlink.db")] if self.database else []
         command = [_tool("flower-superlink"), *where, "--disable-runtime-dependency-installation"]
         if self.secure:
             files = self._certificates()

@@ -111,7 +111,9 @@ def _deploy(world: World, folder: Path, options: Options, network: Network | Non
     ]
     wrap = cast("Wrap", network.wrap) if network else (lambda _, command: list(command))
     address = SERVER_ADDRESS if network else "127.0.0.1"
-    return Deployment(folder, configs, address=address, secure=not options.insecure, wrap=wrap, reaper=reaper)
+    return Deployment(
+        folder, configs, address=address, secure=not options.insecure, wrap=wrap, database=False, reaper=reaper
+    )
 
 
 def _traffic(network: Network | None, clients: int) -> list[tuple[int, int]]:
