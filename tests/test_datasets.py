@@ -173,6 +173,14 @@ def test_every_flipped_file_is_refused_by_its_checksum_unless_told_not_to_verify
     load(name, tmp_path)
 
 
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / datasets.SPECS["mnist"].folder
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "train-images-idx3-ubyte")
+    with pytest.raises(InputError, match="has 0 bytes instead of"):
+        load("mnist", tmp_path)
+
+
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     folder = store("mnist", tmp_path)
     (folder / "train-images-idx3-ubyte").unlink()
