@@ -26,6 +26,8 @@ GROUPS = {
     "imbalanced": "Rare classes, at a budget of 20 %",
     "testbed": "The paper's testbed: 10 clients, for `feddd testbed`",
     "faults": "Fleets that misbehave",
+    "bits": "Beyond the paper: values in 8, 4 and 2 bits",
+    "choices": "Beyond the paper: budgets, broadcasts and absences that are chosen while it runs",
 }
 
 
