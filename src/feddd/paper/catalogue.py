@@ -136,6 +136,21 @@ FIGURES: tuple[PaperFigure, ...] = (
     ),
     PaperFigure("imbalance", "21", "Accuracy per label when three are rare", "classes", _all("", ("imbalanced",))),
     PaperFigure("crosses", "", "Allocation and selection, each alone", "curves", _all("-crosses", worlds=("mnist",))),
+    PaperFigure(
+        "bits",
+        "",
+        "Beyond the paper: values in 8, 4 and 2 bits",
+        "targets",
+        ("mnist-iid-bits", "mnist-noniid-b-bits", "fashion-mnist-iid-bits", "fashion-mnist-noniid-b-bits")
+        + ("cifar10-noniid-b-bits",),
+    ),
+    PaperFigure(
+        "choices",
+        "",
+        "Beyond the paper: budgets, broadcasts and absences chosen while it runs",
+        "curves",
+        _all("-choices", worlds=("mnist", "fashion-mnist")),
+    ),
     PaperFigure("theorem", "", "Theorem 2's bound beside measured gradients", "theorem"),
     PaperFigure("learning-rates", "", "How the learning rates were chosen", "learning-rates"),
 )
