@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError, nearest
-from feddd.experiments.config import BUILT_IN, Experiment, parse_experiment
+from feddd.experiments.config import COMPARED, Experiment, parse_experiment
 from feddd.files import parse_toml, read_text
 
 # What a preset's name begins with, and what it may end with, in the order of a table of contents.
@@ -87,7 +87,7 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
 def _name_strategies(document: dict[str, Any]) -> None:
     """With no [[strategy]] an experiment compares all four; make them explicit, so that --set can reach them."""
     if "strategy" not in document:
-        document["strategy"] = [{"name": name} for name in BUILT_IN]
+        document["strategy"] = [{"name": name} for name in COMPARED]
 
 
 def _override(document: dict[str, Any], override: str) -> None:

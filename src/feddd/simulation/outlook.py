@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from feddd.core.blocks import block_bytes
 from feddd.core.latency import round_seconds, transfer_seconds
-from feddd.core.payload import most_bytes, payload_bytes, payload_sizes
+from feddd.core.payload import most_bytes, payload_bytes, payload_sizes, unpack_mask
 from feddd.core.quantise import FLOAT_BITS
 from feddd.core.units import Units
 from feddd.errors import RunError
@@ -77,6 +78,10 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
         return Outlook(fleet, None, plan.tasks)
     if plan.bits != FLOAT_BITS and faults.damages_payloads:
         raise RunError("faults that damage payloads are simulated with float32 values only: value_bits must be 32")
+    if plan.peculiar and faults.damages_payloads:
+        raise RunError("faults that damage payloads are simulated with methods that send units only")
+    if any(task.sparse is not None for task in plan.tasks):
+        raise RunError("faults are not simulated with sparse updates: what a client would have kept is not known")
     trouble = draw(faults, seed, plan.round, len(fleet))
     kinds = [str(trouble.answer[task.client]) for task in plan.tasks]
     rows = []
@@ -172,6 +177,8 @@ def _share(size: int, seconds: float, whole_seconds: float) -> int:
 def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
     if kind == "replayed" and plan.round > 1:
         return most_bytes(table) if task.download is None else int(payload_sizes([task.download], table)[0])
+    if task.submodel is not None:
+        return block_bytes(unpack_mask(task.submodel, table), table)
     kept = [asked_units(layer, task) for layer in table.layers]
     elements = sum(layer.unit_elements * units for layer, units in zip(table.layers, kept, strict=True))
     return int(payload_bytes(table, sum(kept), elements, plan.bits))
