@@ -31,8 +31,8 @@ class STC:
     participation: float = 1.0
 
     def __post_init__(self) -> None:
-        check_share(self.share)
-        check_share(self.download_share)
+        check_share("share", self.share)
+        check_share("download_share", self.download_share)
         check_participation(self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:

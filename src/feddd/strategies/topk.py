@@ -29,7 +29,7 @@ class TopK:
     participation: float = 1.0
 
     def __post_init__(self) -> None:
-        check_share(self.share)
+        check_share("share", self.share)
         check_participation(self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
@@ -46,7 +46,7 @@ class TopK:
         return digest(state, plan, uploads, model)
 
 
-def check_share(share: float) -> None:
+def check_share(name: str, share: float) -> None:
     """Refuse a share of the elements that is none."""
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"share must lie above 0 and at most at 1, not {share}")
+        raise ValueError(f"{name} must lie above 0 and at most at 1, not {share}")
