@@ -26,6 +26,7 @@ GROUPS = {
     "imbalanced": "Rare classes, at a budget of 20 %",
     "testbed": "The paper's testbed: 10 clients, for `feddd testbed`",
     "faults": "Fleets that misbehave",
+    "peers": "Sub-model and sparse methods beside FedDD",
 }
 
 
@@ -43,9 +44,9 @@ def presets() -> dict[str, str]:
 
 
 def preset_group(name: str) -> str:
-    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of two."""
+    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of three."""
     first = name.partition("-")[0]
-    if first in ("testbed", "faults"):
+    if first in ("testbed", "faults", "peers"):
         return first
     ending = name.rpartition("-")[2]
     return ending if ending in GROUPS else ""
