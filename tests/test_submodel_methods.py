@@ -21,6 +21,7 @@ from feddd.experiments.config import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.parts import confine
 from feddd.simulation.simulator import Simulation
+from feddd.simulation.trainers import make_trainer
 from feddd.simulation.training import Local, Samples, Training, train
 from feddd.strategies.federated_dropout import FederatedDropout
 from feddd.strategies.fedrolex import FedRolex
@@ -78,31 +79,45 @@ def some_mask(table: Units, seed: int) -> Mask:
     return mask | {table.layers[-1].name: torch.ones(table.layers[-1].units, dtype=torch.bool)}
 
 
+class Scaler(nn.Module):
+    """HeteroFL's, as published."""
+
+    def __init__(self, width: float) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs / self.width
+
+
+@pytest.mark.parametrize("trainer", ["reference", "stacked"])
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_training_inside_the_full_model_is_training_the_small_network(channels: bool, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "width"), [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.3)])
+def test_training_inside_the_full_model_is_training_the_small_network(
+    channels: bool, seed: int, width: float, trainer: str
+) -> None:
     wide = network(channels)
     table = units(wide)
     mask = some_mask(table, seed)
     small = narrowed(wide, mask, table)
+    layers = list(small)
+    for place in [at for at, layer in enumerate(layers) if isinstance(layer, nn.Linear | nn.Conv2d)][-2::-1]:
+        layers.insert(place + 1, Scaler(width))
+    scaled = nn.Sequential(*layers)
     stack = {slot.name: wide.state_dict()[slot.name][None].clone() for slot in table.slots}
-    task = Task(0, submodel=pack_mask(mask, table))
-    confine(stack, [task], table)
-    wide.load_state_dict({name: values[0] for name, values in stack.items()})
+    confine(stack, [Task(0, submodel=pack_mask(mask, table))], table)
     rng = np.random.default_rng(1)
     images = torch.from_numpy(rng.normal(size=(40, 1, 6, 6)).astype(np.float32))
     samples = Samples(images, torch.from_numpy(rng.integers(2, size=40)))
-    losses = [
-        train(
-            model, samples, Local(0, 40, np.random.default_rng(2)), Training(epochs=3, batch_size=8, learning_rate=0.2)
-        )
-        for model in (wide, small)
-    ]
-    assert torch.allclose(losses[0], losses[1], atol=1e-5)
+    training = Training(epochs=3, batch_size=8, learning_rate=0.1)
+    client = Local(0, 40, np.random.default_rng(2), width)
+    trained = make_trainer(wide, table, trainer).train(stack, samples, [client], training)
+    losses = train(scaled, samples, Local(0, 40, np.random.default_rng(2)), training)
+    assert float(trained.mean_loss[0]) == pytest.approx(float(losses.mean()), abs=1e-5)
     chosen = element_masks({name: one[None] for name, one in mask.items()}, table)
     for slot, own in zip(table.slots, units(small).slots, strict=True):
         inside = chosen[slot.name][0]
-        full, alone = wide.state_dict()[slot.name], small.state_dict()[own.name]
+        full, alone = trained.after[slot.name][0], small.state_dict()[own.name]
         assert torch.allclose(full[inside], alone.flatten(), atol=1e-5)
         assert not full[~inside].any()
     assert sum(p.numel() for p in small.parameters()) == block_elements(

@@ -226,7 +226,7 @@ class Shard:
         if tasks[0].submodel is not None:
             confine(before, tasks, table, wire=self.spec.wire)
         watch.lap("download")
-        clients = [self._local(number, task.client) for task in tasks]
+        clients = [self._local(number, task) for task in tasks]
         trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
         fine = trained.finite()
         watch.lap("training")
@@ -288,9 +288,9 @@ class Shard:
             self._kept.put(task.client, own)
         return masks
 
-    def _local(self, number: int, client: int) -> Local:
-        first, end = self.spec.samples[client]
-        return Local(first, end - first, stream(self.spec.seed, "batches", number, client))
+    def _local(self, number: int, task: Task) -> Local:
+        first, end = self.spec.samples[task.client]
+        return Local(first, end - first, stream(self.spec.seed, "batches", number, task.client), task.scaler)
 
     def _uploads(
         self,

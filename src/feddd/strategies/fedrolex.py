@@ -36,10 +36,12 @@ class FedRolex:
     """widths: shares of every hidden layer, given to clients for good
 
     assignment: "capacity" gives the widest to the quickest clients, "round-robin" goes by client number
+    scale: divide the outputs of hidden layers by a client's width while it trains, as the full model will not be
     """
 
     widths: tuple[float, ...] = WIDTHS
     assignment: Literal["capacity", "round-robin"] = "capacity"
+    scale: bool = True
     participation: float = 1.0
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class FedRolex:
             client: {name: window(count, widths[client], state.round) for name, count in layers.items()}
             for client in clients
         }
-        return submodel_plan(state, table, chosen)
+        return submodel_plan(state, table, chosen, widths if self.scale else None)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

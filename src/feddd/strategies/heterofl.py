@@ -35,10 +35,12 @@ class HeteroFL:
     """widths: shares of every hidden layer, given to clients for good
 
     assignment: "capacity" gives the widest to the quickest clients, "round-robin" goes by client number
+    scale: divide the outputs of hidden layers by a client's width while it trains, as the full model will not be
     """
 
     widths: tuple[float, ...] = WIDTHS
     assignment: Literal["capacity", "round-robin"] = "capacity"
+    scale: bool = True
     participation: float = 1.0
 
     def __post_init__(self) -> None:
@@ -51,7 +53,8 @@ class HeteroFL:
         table, widths = chain_table(state, fleet), assign_widths(fleet, self.widths, self.assignment)
         layers = hidden_layers(table)
         clients = draw_clients(len(fleet), self.participation, rng)
-        return submodel_plan(state, table, {client: first_units(layers, widths[client]) for client in clients})
+        chosen = {client: first_units(layers, widths[client]) for client in clients}
+        return submodel_plan(state, table, chosen, widths if self.scale else None)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

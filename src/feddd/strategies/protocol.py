@@ -112,6 +112,7 @@ class Task:
     download: the packed mask of a sparse download; None for the full model    dropout: D_n for its upload
     coverage: CR(k) travels with this download
     submodel: the packed units of the sub-model that it is sent, trains and sends back whole; None for all of its model
+    scaler: what the outputs of its hidden layers are divided by in training
     sparse: it sends some elements of its update, and keeps the rest for later; None for units
     """
 
@@ -122,6 +123,7 @@ class Task:
     download: bytes | None = None
     coverage: bool = False
     submodel: bytes | None = None
+    scaler: float = 1.0
     sparse: Sparse | None = None
 
     @property

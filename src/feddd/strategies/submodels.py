@@ -78,8 +78,10 @@ def hidden_layers(table: Units) -> dict[str, int]:
     return {layer.name: layer.units for layer in table.layers[:-1]}
 
 
-def submodel_plan(state: ServerState, table: Units, chosen: Mapping[int, Chosen]) -> Plan:
-    """A round in which each client has the units chosen for it."""
+def submodel_plan(
+    state: ServerState, table: Units, chosen: Mapping[int, Chosen], scalers: Floats | None = None
+) -> Plan:
+    """A round in which each client has the units chosen for it; scalers: see `Task`, [clients]."""
     clients, output = sorted(chosen), table.layers[-1]
     masks = {
         name: torch.from_numpy(np.stack([chosen[client][name] for client in clients])) for name in hidden_layers(table)
@@ -87,7 +89,12 @@ def submodel_plan(state: ServerState, table: Units, chosen: Mapping[int, Chosen]
     masks[output.name] = torch.ones(len(clients), output.units, dtype=torch.bool)
     shares = block_elements(masks, table) / table.elements
     tasks = tuple(
-        Task(client, dropout=1.0 - float(share), submodel=packed)
+        Task(
+            client,
+            dropout=1.0 - float(share),
+            submodel=packed,
+            scaler=1.0 if scalers is None else float(scalers[client]),
+        )
         for client, share, packed in zip(clients, shares, pack_masks(masks, table), strict=True)
     )
     return Plan(state.round + 1, tasks)
