@@ -30,6 +30,7 @@ from worlds import experiment
 pytestmark = pytest.mark.usefixtures("torchs_generator_stays_where_it_is")
 
 ALL = (FedDD(broadcast_every=3), FedAvg(), FedCS(), Oort())
+"""The paper's; the others are in test_submodel_methods.py and test_sparse.py."""
 
 
 def records(world, strategy, rounds=4, **options):

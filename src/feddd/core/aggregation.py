@@ -22,11 +22,13 @@ class Sums:
     """What an aggregator has counted, as arrays that can travel between processes.
 
     numerator: float64 [elements], in wire order    weights: for every width of model, the weight per layer and unit
+    element_weights: as the numerator, of clients that sent blocks; None if there were none
     """
 
     numerator: NDArray[np.float64]
     weights: tuple[tuple[Units, Mapping[str, NDArray[np.float64]]], ...]
     total_weight: float
+    element_weights: NDArray[np.float64] | None = None
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
@@ -40,14 +42,16 @@ def add_sums(left: Sums, right: Sums) -> Sums:
             weights[table.digest] = table, {name: own[name] + added for name, added in per_layer.items()}
         else:
             weights[table.digest] = table, dict(per_layer)
-    return Sums(numerator, tuple(weights.values()), left.total_weight + right.total_weight)
+    by_element = [one.element_weights for one in (left, right) if one.element_weights is not None]
+    summed = None if not by_element else np.sum(by_element, axis=0)
+    return Sums(numerator, tuple(weights.values()), left.total_weight + right.total_weight, summed)
 
 
 class Aggregator:
     """Numerator and denominator of the masked mean; memory does not depend on how many clients are added.
 
     A numerator is kept per element in float64. Weights need one number per unit and width of model: inside a
-    client's sub-model every element of a unit was sent, or none.
+    client's sub-model every element of a unit was sent, or none. Blocks (see `core.blocks`) need one per element.
     """
 
     def __init__(self, previous: Params, *, units: Units | None = None) -> None:
@@ -58,6 +62,7 @@ class Aggregator:
         self._tables: dict[bytes, Units] = {}
         self._weights: dict[bytes, dict[str, Tensor]] = {}
         self._total = 0.0
+        self._by_element: Tensor | None = None
 
     @property
     def units(self) -> Units:
@@ -129,13 +134,28 @@ class Aggregator:
             self._views[slot.name].add_((values[slot.name].cpu().double() * weights).sum())
         self._total += float(weights.sum())
 
+    def add_blocks(self, values: Params, chosen: Mapping[str, Tensor], weights: Tensor) -> None:
+        """Count several clients of the global model's shape that sent some elements each.
+
+        values: stacks, zero where nothing was sent    chosen: bool, of the same shapes    weights: float64 [clients]
+        """
+        if self._by_element is None:
+            self._by_element = torch.zeros_like(self._sum)
+        for slot, sums, counted in zip(
+            self._units.slots, self._views.values(), _views(self._by_element, self._units).values(), strict=True
+        ):
+            sums.add_(torch.tensordot(weights, values[slot.name].cpu().double(), 1))
+            counted.add_(torch.tensordot(weights, chosen[slot.name].cpu().double(), 1))
+        self._total += float(weights.sum())
+
     def sums(self) -> Sums:
         """What was counted so far; the arrays are those of the aggregator, not copies."""
         weights = tuple(
             (table, {name: values.numpy() for name, values in self._weights[digest].items()})
             for digest, table in self._tables.items()
         )
-        return Sums(self._sum.numpy(), weights, self._total)
+        by_element = None if self._by_element is None else self._by_element.numpy()
+        return Sums(self._sum.numpy(), weights, self._total, by_element)
 
     def merge(self, other: Aggregator | Sums) -> None:
         """Count everything that `other` has counted."""
@@ -152,6 +172,9 @@ class Aggregator:
         for weights, (_, per_layer) in zip(tables, other.weights, strict=True):
             for name, added in per_layer.items():
                 weights[name].numpy()[:] += added
+        if other.element_weights is not None:
+            own = 0.0 if self._by_element is None else self._by_element
+            self._by_element = own + torch.from_numpy(other.element_weights)
         self._total += other.total_weight
 
     def result(self) -> dict[str, Tensor]:
@@ -177,11 +200,13 @@ class Aggregator:
             shape = own.rows(torch.empty(own.shape, device="meta")).shape
             per_unit = own.index(self._weights[digest][layer])
             spread = per_unit.reshape(*per_unit.shape, *[1] * (len(shape) - own.lead))
-            if len(self._tables) == 1 and own.shape == slot.shape:
+            if len(self._tables) == 1 and own.shape == slot.shape and self._by_element is None:
                 return spread
             if number == 0:
                 weights = torch.zeros(slot.rows(self._views[slot.name]).shape, dtype=torch.float64)
             prefix(weights, shape).add_(spread)
+        if self._by_element is not None:
+            weights = weights + slot.rows(_views(self._by_element, self._units)[slot.name])
         return weights
 
     def _weights_of(self, table: Units) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
     bytes 0–3    magic b"FdDD"
     byte  4      version, 1
-    byte  5      value encoding: 0 = float32; 1, 2, 3 = 8, 4, 2 bits a value
+    byte  5      value encoding: 0 = float32; 1, 2, 3 = 8, 4, 2 bits a value; 4 = blocks (`core.blocks`);
+                 5, 6 = sparse, sparse and ternary (`core.sparse`)
     bytes 6–7    zero
     bytes 8–15   digest of the layer table
     then         one bit per unit, layer by layer, least significant bit first, zero-padded to four bytes
@@ -33,6 +34,7 @@ MAGIC = b"FdDD"
 VERSION = 1
 ENCODINGS = {FLOAT_BITS: 0, 8: 1, 4: 2, 2: 3}
 _HEADER = struct.Struct("<4sBBH8s")
+HEADER_BYTES = _HEADER.size
 VALUE_BYTES = 4
 
 
@@ -81,7 +83,20 @@ def encode_coded(coded: Coded, mask: Mapping[str, Tensor], table: Units, bits: i
 
 
 def _head(table: Units, mask: Mapping[str, Tensor], bits: int) -> bytes:
-    return _HEADER.pack(MAGIC, VERSION, ENCODINGS[bits], 0, table.digest) + pack_mask(mask, table)
+    return payload_head(table, ENCODINGS[bits]) + pack_mask(mask, table)
+
+
+def payload_head(table: Units, encoding: int) -> bytes:
+    """The header of a payload of this model."""
+    return _HEADER.pack(MAGIC, VERSION, encoding, 0, table.digest)
+
+
+def read_head(data: bytes | memoryview, table: Units, encoding: int) -> tuple[Mask, memoryview]:
+    """The mask of a payload in this encoding, and what follows it."""
+    start = _HEADER.size + _mask_bytes(table)
+    if len(data) < start or data[: _HEADER.size] != payload_head(table, encoding):
+        raise PayloadError(f"this is not a payload of this model in value encoding {encoding}")
+    return unpack_mask(bytes(data[_HEADER.size : start]), table), memoryview(data)[start:]
 
 
 def _gather(target: NDArray[np.float32], table: Units, params: Params, mask: Mapping[str, Tensor]) -> None:

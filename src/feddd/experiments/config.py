@@ -18,16 +18,28 @@ from feddd.simulation.faults import Faults
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
+from feddd.strategies.federated_dropout import FederatedDropout
+from feddd.strategies.fedrolex import FedRolex
+from feddd.strategies.fjord import FjORD
+from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Strategy
+from feddd.strategies.stc import STC
+from feddd.strategies.topk import TopK
 from feddd.world.models import MODELS, import_object, known
 
-BUILT_IN: Mapping[str, type[FedDD | FedAvg | FedCS | Oort]] = {
-    "feddd": FedDD,
-    "fedavg": FedAvg,
-    "fedcs": FedCS,
-    "oort": Oort,
+COMPARED: Mapping[str, Any] = {"feddd": FedDD, "fedavg": FedAvg, "fedcs": FedCS, "oort": Oort}
+"""The methods of the paper: what an experiment compares if it names none."""
+BUILT_IN: Mapping[str, Any] = {
+    **COMPARED,
+    "heterofl": HeteroFL,
+    "fjord": FjORD,
+    "fedrolex": FedRolex,
+    "federated-dropout": FederatedDropout,
+    "topk": TopK,
+    "stc": STC,
 }
+"""Every method by name."""
 IMPORT_PATH = "package.module:function"
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
@@ -225,7 +237,7 @@ class Experiment(_Section):
     training: TrainingSection = TrainingSection()
     faults: FaultsSection | None = None
     strategy: tuple[StrategySection, ...] = Field(
-        default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in BUILT_IN)
+        default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in COMPARED)
     )
 
     @field_validator("name")

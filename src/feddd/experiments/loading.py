@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError, nearest
-from feddd.experiments.config import BUILT_IN, Experiment, parse_experiment
+from feddd.experiments.config import COMPARED, Experiment, parse_experiment
 from feddd.files import parse_toml, read_text
 
 # What a preset's name begins with, and what it may end with, in the order of a table of contents.
@@ -28,6 +28,7 @@ GROUPS = {
     "faults": "Fleets that misbehave",
     "bits": "Beyond the paper: values in 8, 4 and 2 bits",
     "choices": "Beyond the paper: budgets, broadcasts and absences that are chosen while it runs",
+    "peers": "Sub-model and sparse methods beside FedDD",
 }
 
 
@@ -45,9 +46,9 @@ def presets() -> dict[str, str]:
 
 
 def preset_group(name: str) -> str:
-    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of two."""
+    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of three."""
     first = name.partition("-")[0]
-    if first in ("testbed", "faults"):
+    if first in ("testbed", "faults", "peers"):
         return first
     ending = name.rpartition("-")[2]
     return ending if ending in GROUPS else ""
@@ -89,7 +90,7 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
 def _name_strategies(document: dict[str, Any]) -> None:
     """With no [[strategy]] an experiment compares all four; make them explicit, so that --set can reach them."""
     if "strategy" not in document:
-        document["strategy"] = [{"name": name} for name in BUILT_IN]
+        document["strategy"] = [{"name": name} for name in COMPARED]
 
 
 def _override(document: dict[str, Any], override: str) -> None:

@@ -162,7 +162,8 @@ def _check_plans(simulation: Simulation, experiment: Experiment) -> None:
     initial = start(simulation.initial, len(simulation.fleet))
     for section in experiment.strategy:
         try:
-            section.build().plan(initial, simulation.fleet, stream(experiment.seed, "strategy", 1))
+            plan = section.build().plan(initial, simulation.fleet, stream(experiment.seed, "strategy", 1))
+            simulation.check(plan)
         except ValueError as error:
             raise InputError(f"strategy {section.label!r}: {error}") from error
 

@@ -196,6 +196,8 @@ class Server:
         fleet = fleet_of([self._registry.members[client] for client in clients], self._tables, self._links)
         rng = stream(self._seed, "strategy", state.round + 1)
         plan = self._method.plan(part_of(state, clients), fleet, rng)
+        if plan.peculiar:
+            raise InputError(f"{type(self._method).__name__} is for simulations: a deployment sends units")
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
         sent = sending(state, plan, self._tables[0], self._seed)

@@ -141,8 +141,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         "",
         "Beyond the paper: values in 8, 4 and 2 bits",
         "targets",
-        ("mnist-iid-bits", "mnist-noniid-b-bits", "fashion-mnist-iid-bits", "fashion-mnist-noniid-b-bits")
-        + ("cifar10-noniid-b-bits",),
+        (*_all("-bits", ("iid", "noniid-b"), ("mnist", "fashion-mnist")), "cifar10-noniid-b-bits"),
     ),
     PaperFigure(
         "choices",

@@ -100,7 +100,7 @@ class Engine:
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
             mine[self._owner[task.client]].append(task)
-        if sum(task.download is None for task in tasks) == len(self._owner):
+        if sum(task.starts_afresh for task in tasks) == len(self._owner):
             self._forget_the_past()
         elif len(self._rounds) == REPLAY:
             self.snapshot()

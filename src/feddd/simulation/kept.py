@@ -37,6 +37,9 @@ class KeptStore:
     def __getitem__(self, client: int) -> Kept:
         return self._kept[client]
 
+    def __contains__(self, client: int) -> bool:
+        return client in self._kept
+
     def put(self, client: int, kept: Kept) -> None:
         """Remember; the values move into the client's place in the file if there is one."""
         if self._folder is not None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from feddd.core.blocks import block_bytes
 from feddd.core.latency import round_seconds, transfer_seconds
-from feddd.core.payload import most_bytes, payload_bytes, payload_sizes
+from feddd.core.payload import most_bytes, payload_bytes, payload_sizes, unpack_mask
 from feddd.core.units import Units
 from feddd.errors import RunError
 from feddd.simulation.answers import FaultyTask
@@ -74,6 +75,10 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
     """The round that a plan leads to; tables: each client's layer table. RunError if the quorum cannot be met."""
     if faults == Faults():
         return Outlook(fleet, None, plan.tasks)
+    if plan.peculiar and faults.damages_payloads:
+        raise RunError("faults that damage payloads are simulated with methods that send units only")
+    if any(task.sparse is not None for task in plan.tasks):
+        raise RunError("faults are not simulated with sparse updates: what a client would have kept is not known")
     trouble = draw(faults, seed, plan.round, len(fleet))
     kinds = [str(trouble.answer[task.client]) for task in plan.tasks]
     rows = []
@@ -171,6 +176,8 @@ def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
         if task.download is None:
             return most_bytes(table, plan.bits)
         return int(payload_sizes([task.download], table, plan.bits)[0])
+    if task.submodel is not None:
+        return block_bytes(unpack_mask(task.submodel, table), table)
     kept = [asked_units(layer, task) for layer in table.layers]
     elements = sum(layer.unit_elements * units for layer, units in zip(table.layers, kept, strict=True))
     return int(payload_bytes(table, sum(kept), elements, plan.bits))

@@ -37,6 +37,7 @@ from feddd.core.units import Mask, Units, units
 from feddd.simulation.answers import ABSENT, Wire, fault_of, receive_answers
 from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
+from feddd.simulation.parts import Part, blocks_sent, confine, sparse_sent
 from feddd.simulation.reduction import Node, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.trainers import Trainer, make_trainer
@@ -123,7 +124,7 @@ class Shard:
             trainer = make_trainer(module, table, spec.training.trainer)
             self._widths[width] = _Width(module, table, pack_mask(table.full_mask(), table), own, trainer)
         self._seconds: dict[str, float] = {}
-        self._kept = KeptStore(spec.state_dir, self._widths[0].units.droppable_elements)
+        self._kept = KeptStore(spec.state_dir, self._widths[0].units.elements)
 
     def reset(self) -> None:
         """Forget what clients kept: another strategy starts."""
@@ -188,7 +189,7 @@ class Shard:
         download: Download,
     ) -> tuple[list[Upload], Partial]:
         sent = Aggregator(global_model, units=self._widths[0].units)
-        drops = any(task.dropout > 0.0 for task in tasks)
+        drops = any(task.selects for task in tasks)
         full = Aggregator(global_model, units=self._widths[0].units) if drops else None
         uploads: list[Upload] = []
         # Clients with one kind of model and one selection rule go through a round together.
@@ -222,8 +223,10 @@ class Shard:
         before, download_bytes = self._download(tasks, width, sent_model.model)
         if coded_bytes is not None:
             download_bytes = np.array([coded_bytes[task.client] for task in tasks])
+        if tasks[0].submodel is not None:
+            confine(before, tasks, table, wire=self.spec.wire)
         watch.lap("download")
-        clients = [self._local(number, task.client) for task in tasks]
+        clients = [self._local(number, task) for task in tasks]
         trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
         fine = trained.finite()
         watch.lap("training")
@@ -235,32 +238,61 @@ class Shard:
             tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
             if not tasks:
                 return uploads
-        rngs = None
-        if tasks[0].selector == "random":
-            rngs = [stream(self.spec.seed, "selection", number, task.client) for task in tasks]
-        masks, kept = report_stack(before, trained.after, tasks, table, rngs=rngs, coverage=width.coverage)
-        for task, own in zip(tasks, kept, strict=True):
-            self._kept.put(task.client, own)
+        part = self._part(before, trained.after, tasks, sent_model, table)
+        masks = self._select(number, before, trained.after, tasks, width)
         watch.lap("selection")
         answered = self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
+        answered = part.told(answered) if part else answered
         after = trained.after
-        arrived = self._upload(number, after, tasks, masks, sent_model, table)
+        arrived = after if part else self._upload(number, after, tasks, masks, sent_model, table)
         if any(fault_of(task) for task in tasks):
             wire = Wire(after, arrived, masks, sent_model, table)
             answered = receive_answers(self.spec.seed, number, tasks, answered, wire)
             fine = np.array([upload.status == "ok" for upload in answered])
             after, arrived, masks = only(after, fine), only(arrived, fine), only(masks, fine)
+            part = part.only(fine) if part else None
         weights = torch.tensor([float(u.samples) for u in answered if u.status == "ok"], dtype=torch.float64)
-        if len(weights):
+        if part and len(weights):
+            part.count(sent, weights, table)
+        elif len(weights):
             sent.add_stack(arrived, masks, weights, table)
             if full is not None:
                 full.add_stack(after, None, weights, table)
         watch.lap("sums")
         return uploads + answered
 
-    def _local(self, number: int, client: int) -> Local:
-        first, end = self.spec.samples[client]
-        return Local(first, end - first, stream(self.spec.seed, "batches", number, client))
+    def _part(
+        self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], tasks: Sequence[Task], sent: Sent, table: Units
+    ) -> Part | None:
+        """What arrives of clients that send something else than units."""
+        if tasks[0].submodel is not None:
+            return blocks_sent(after, tasks, table, wire=self.spec.wire)
+        if tasks[0].sparse is not None:
+            return sparse_sent(before, after, sent.server or sent.model, tasks, self._kept, table, wire=self.spec.wire)
+        return None
+
+    def _select(
+        self,
+        number: int,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        tasks: Sequence[Task],
+        width: _Width,
+    ) -> Mask:
+        """The units that go up; what the clients keep of the others is remembered."""
+        if tasks[0].submodel is not None or tasks[0].sparse is not None:
+            return {name: mask.expand(len(tasks), -1) for name, mask in width.units.full_mask().items()}
+        rngs = None
+        if tasks[0].selector == "random":
+            rngs = [stream(self.spec.seed, "selection", number, task.client) for task in tasks]
+        masks, kept = report_stack(before, after, tasks, width.units, rngs=rngs, coverage=width.coverage)
+        for task, own in zip(tasks, kept, strict=True):
+            self._kept.put(task.client, own)
+        return masks
+
+    def _local(self, number: int, task: Task) -> Local:
+        first, end = self.spec.samples[task.client]
+        return Local(first, end - first, stream(self.spec.seed, "batches", number, task.client), task.scaler)
 
     def _uploads(
         self,
@@ -309,7 +341,8 @@ class Shard:
             kept = [None if task.download is None else self._kept[task.client] for task in tasks]
             merge_stack(before, kept, table)
         for task in tasks:  # a full download replaces what was kept, and training is about to replace it in any case
-            self._kept.forget(task.client)
+            if task.sparse is None:
+                self._kept.forget(task.client)
         extra = np.array([coverage_size(table) if task.coverage else 0 for task in tasks])
         return before, sizes + extra
 

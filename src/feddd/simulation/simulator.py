@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from feddd.simulation.outlook import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.stacked import chain
 from feddd.simulation.standing import Standing, kept_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
@@ -35,6 +37,7 @@ from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, make_fleet, start
 from feddd.strategies.reference import Sending, reference_after, sending
+from feddd.strategies.ternary import sparse_sending
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -106,6 +109,7 @@ class Simulation:
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)
         self._convolves = convolves(module)
+        self._chain = chain(module) is not None
         count = models.widths(world.model)
         self._tables = [self.units] + [
             units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
@@ -158,7 +162,9 @@ class Simulation:
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
-            sent = sending(state, plan, self.units, self.world.seed)
+            self.check(plan)
+            send = sending if plan.sparse is None else sparse_sending
+            sent = send(state, plan, self.units, self.world.seed)
             outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sent)
             result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
             uploads = outlook.uploads(result.uploads)
@@ -169,9 +175,10 @@ class Simulation:
                     f"a smaller learning rate than {self.world.training.learning_rate:g} may help"
                 )
             with single_thread():  # two threads that wait for each other lose to any neighbour
-                model, error = self._aggregate(state, result)
+                model, error = self._aggregate(state, plan, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
-            state = dataclasses.replace(state, reference=reference_after(sent, uploads), mask_error=error)
+            known = math.nan if error is None else error
+            state = dataclasses.replace(state, reference=reference_after(sent, uploads), mask_error=known)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
@@ -184,14 +191,23 @@ class Simulation:
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
 
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan of sub-models where they would not be networks."""
+        if not self._chain and any(task.submodel is not None for task in plan.tasks):
+            raise InputError(f"model {self.world.model!r} has no sub-models: it is not a chain of layers with ReLU")
+
     def standing(self, record: RoundRecord, holding: Sequence[int]) -> Standing:
         """Where a run stands after its latest record; holding: the clients of `holding`, whose own values go along."""
         kept = self._engine.snapshot() if holding else {}
-        return Standing(record.state, record.clock_seconds, {client: kept[client][1] for client in holding})
+        return Standing(
+            record.state, record.clock_seconds, {client: kept[client][1] for client in holding if client in kept}
+        )
 
     def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
         """The clients whose own values the coming rounds build on; nobody if all of them get the full model next."""
         plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
+        if any(task.sparse is not None for task in plan.tasks):  # residuals last
+            return np.flatnonzero(state.last_round).tolist()
         replaced = {task.client for task in plan.tasks if task.download is None}
         full = {width: pack_mask(table.full_mask(), table) for width, table in enumerate(self._tables)}
         return [
@@ -201,20 +217,22 @@ class Simulation:
         ]
 
     def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
-        if sent.reference is None:
+        if sent.reference is None and not plan.peculiar:
             return Download(to_arrays(sent.model))
         sizes = {task.client: sent.download_bytes(task, self._client_tables[task.client]) for task in plan.tasks}
+        if sent.reference is None:
+            return Download(to_arrays(sent.model), download_bytes=sizes)
         own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
         return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
 
-    def _aggregate(self, state: ServerState, result: ShardResult) -> tuple[dict[str, Tensor], float]:
-        """The new global model, and how far the masks moved it from the full average."""
+    def _aggregate(self, state: ServerState, plan: Plan, result: ShardResult) -> tuple[dict[str, Tensor], float | None]:
+        """The new global model, and how far the masks moved it from the full average; None if it is not known."""
         (total,) = result.partials.values()
         sent = Aggregator(state.model, units=self.units)
         sent.merge(total.sent)
         model = sent.result()
         if total.full is None:
-            return model, 0.0
+            return model, None if plan.peculiar else 0.0
         full = Aggregator(state.model, units=self.units)
         full.merge(total.full)
         return model, mask_error(model, full.result(), self.units)

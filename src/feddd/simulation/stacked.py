@@ -127,6 +127,19 @@ class _ReLU:
 
 
 @dataclass
+class _Scale:
+    """HeteroFL's scaler: factor is a number per client, in a shape that broadcasts to the layer's."""
+
+    factor: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.mul_(self.factor)  # in place: no layer looks back at what it has put out
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        return gradient * self.factor
+
+
+@dataclass
 class _Flatten:
     """From images to features: [batch, S · channels, …] → [S, batch, features]; features stay what they are."""
 
@@ -166,9 +179,10 @@ class Chain:
             if isinstance(module, nn.Linear | nn.Conv2d)
         ]
 
-    def layers(self, stack: Params, clients: int) -> list[Layer]:
-        """The layers of the first clients of a stack, working on its memory."""
+    def layers(self, stack: Params, clients: int, widths: Tensor | None = None) -> list[Layer]:
+        """The layers of the first clients of a stack, working on its memory; widths: of all clients, to scale by."""
         made: list[Layer] = []
+        last = self.modules[-1][0]
         for name, module in self.modules:
             if isinstance(module, nn.Linear):
                 made.append(_Linear(stack[f"{name}.weight"][:clients], stack[f"{name}.bias"][:clients]))
@@ -181,6 +195,12 @@ class Chain:
                 made.append(_Pool(_pair(module.kernel_size), _pair(module.stride)))
             else:
                 made.append(_ReLU() if isinstance(module, nn.ReLU) else _Flatten(clients))
+            if widths is not None and isinstance(module, nn.Linear | nn.Conv2d) and name != last:
+                factor = 1.0 / widths[:clients]
+                if isinstance(module, nn.Linear):
+                    made.append(_Scale(factor.view(-1, 1, 1)))
+                else:
+                    made.append(_Scale(factor.repeat_interleave(module.out_channels).view(1, -1, 1, 1)))
         return made
 
 
@@ -231,12 +251,14 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
         losses = torch.zeros(labels.shape, device=device)
         stack = {name: _load(before[name], order) for name in network.names}
         layers: list[Layer] = []
-        still = 0
+        still, widths = 0, None
+        if any(client.width != 1.0 for client in clients):
+            widths = torch.tensor([clients[place].width for place in order], device=device)
         # Everything is cut into steps at once: views are cheap, but there would be a dozen for every step.
         cut = (index.unbind(), labels.unbind(), weight.unsqueeze(3).unbind(), losses.unbind())
         for step, (active, longest) in enumerate(zip((sizes > 0).sum(1).tolist(), sizes.max(1).tolist(), strict=True)):
             if active != still:
-                layers, still = network.layers(stack, active), active
+                layers, still = network.layers(stack, active, widths), active
             chosen, target, shares, each = (whole[step] for whole in cut)
             if (active, longest) != chosen.shape:
                 chosen, target, shares, each = (part[:active, :longest] for part in (chosen, target, shares, each))

@@ -49,9 +49,10 @@ def kept_arrays(standing: Standing, tables: Sequence[Units]) -> dict[int, KeptAr
     nothing = np.empty(0, np.float32)
     arrays: dict[int, KeptArrays] = {}
     for client, packed in enumerate(standing.state.masks):
-        if packed is None:
+        if packed is None and client not in standing.kept:
             continue
-        mask = {name: units.numpy() for name, units in unpack_mask(packed, tables[client]).items()}
+        units_sent = tables[client].full_mask() if packed is None else unpack_mask(packed, tables[client])
+        mask = {name: units.numpy() for name, units in units_sent.items()}
         # Who sent everything keeps nothing, but its next download may well be a mask.
         if client in standing.kept or all(units.all() for units in mask.values()):
             arrays[client] = mask, standing.kept.get(client, nothing)

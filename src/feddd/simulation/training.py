@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,11 +49,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class Local:
-    """A client about to train: where its samples lie, and its generator."""
+    """A client about to train: where its samples lie, and its generator.
+
+    width: what the outputs of hidden layers are divided by while it trains (HeteroFL's scaler)
+    """
 
     first: int
     count: int
     rng: np.random.Generator
+    width: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def train(model: nn.Module, samples: Samples, client: Local, training: Training)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
             chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
@@ -114,6 +119,18 @@ def train(model: nn.Module, samples: Samples, client: Local, training: Training)
                         parameter.add_(gradient, alpha=-training.learning_rate)
             sample_losses.append(losses.detach())
     return torch.cat(sample_losses)
+
+
+@contextmanager
+def _scaled(model: nn.Module, width: float) -> Iterator[None]:
+    """Divide what the hidden layers put out."""
+    hidden = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][:-1]
+    hooks = [layer.register_forward_hook(lambda _, __, out: out / width) for layer in hidden if width != 1.0]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def gather_images(samples: Samples, index: Tensor) -> Tensor:

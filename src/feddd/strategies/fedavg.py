@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, check_bits, digest, full_model_plan
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Upload,
+    check_bits,
+    check_participation,
+    digest,
+    draw_clients,
+    full_model_plan,
+)
 
 
 @dataclass(frozen=True)
@@ -24,14 +33,11 @@ class FedAvg:
 
     def __post_init__(self) -> None:
         check_bits(self.value_bits)
-        if not 0.0 < self.participation <= 1.0:
-            raise ValueError(f"participation must lie above 0 and at most at 1, not {self.participation}")
+        check_participation(self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Draw the round's clients without replacement."""
-        count = max(1, math.floor(self.participation * len(fleet) + 0.5))
-        chosen = range(len(fleet)) if count == len(fleet) else rng.choice(len(fleet), count, replace=False).tolist()
-        return full_model_plan(state, chosen, self.value_bits)
+        return full_model_plan(state, draw_clients(len(fleet), self.participation, rng), self.value_bits)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

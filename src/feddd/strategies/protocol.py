@@ -98,11 +98,22 @@ def make_fleet(
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Of a vector the elements of greatest magnitude: a share of all, ternary if only their signs and mean travel."""
+
+    share: float
+    ternary: bool = False
+
+
+@dataclass(frozen=True)
 class Task:
     """One client's part in a round: what it is sent, and what it is to send back.
 
     download: the packed mask of a sparse download; None for the full model    dropout: D_n for its upload
     coverage: CR(k) travels with this download
+    submodel: the packed units of the sub-model that it is sent, trains and sends back whole; None for all of its model
+    scaler: what the outputs of its hidden layers are divided by in training
+    sparse: it sends some elements of its update, and keeps the rest for later; None for units
     """
 
     client: int
@@ -111,6 +122,19 @@ class Task:
     always_send: tuple[str, ...] = ()
     download: bytes | None = None
     coverage: bool = False
+    submodel: bytes | None = None
+    scaler: float = 1.0
+    sparse: Sparse | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether the client chooses units to leave out."""
+        return self.dropout > 0.0 and self.submodel is None and self.sparse is None
+
+    @property
+    def starts_afresh(self) -> bool:
+        """Whether what the client kept from earlier rounds no longer matters."""
+        return self.download is None and self.sparse is None
 
 
 @dataclass(frozen=True)
@@ -119,12 +143,19 @@ class Plan:
 
     bits: of a value on the wire; fewer than 32 for differences to the reference (see `reference`)
     broadcast: everybody in the plan is sent all of its model, which is the reference from now on
+    sparse: how the difference to the reference goes down; None if it is not sparse
     """
 
     round: int
     tasks: tuple[Task, ...]
     bits: int = FLOAT_BITS
     broadcast: bool = False
+    sparse: Sparse | None = None
+
+    @property
+    def peculiar(self) -> bool:
+        """Whether somebody is asked for something else than units of its model: not a matter for every engine."""
+        return any(task.submodel is not None or task.sparse is not None for task in self.tasks)
 
 
 @dataclass(frozen=True)
@@ -132,11 +163,13 @@ class Reference:
     """The model that differences are taken to.
 
     number: how often it has moved    held: the number of the one that each client holds, −1 for none
+    sizes: what each move took in bytes, where that depends on what was moved
     """
 
     model: Mapping[str, Tensor]
     number: int
     held: NDArray[np.int64]
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,6 +304,18 @@ def fill_budget(order: Sequence[int] | NDArray[np.int64], bits: Floats, allowanc
             taken.append(int(client))
             used += float(bits[client])
     return taken
+
+
+def check_participation(share: float) -> None:
+    """Refuse a share of the clients that is none."""
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"participation must lie above 0 and at most at 1, not {share}")
+
+
+def draw_clients(clients: int, share: float, rng: np.random.Generator) -> list[int]:
+    """A share of the clients, halves up and at least one, at random without replacement."""
+    count = max(1, math.floor(share * clients + 0.5))
+    return list(range(clients)) if count == clients else rng.choice(clients, count, replace=False).tolist()
 
 
 def full_model_plan(state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS) -> Plan:

@@ -10,13 +10,14 @@ was sent nothing; the server adds it to its own values in place of what it sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from feddd.core.blocks import block_bytes
 from feddd.core.payload import coverage_size, most_bytes, payload_sizes, unpack_mask
 from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise
 from feddd.core.stacks import put_stack, take_stack
@@ -46,6 +47,8 @@ class Sending:
         return self._payload_bytes(task, table) + (coverage_size(table) if task.coverage else 0)
 
     def _payload_bytes(self, task: Task, table: Units) -> int:
+        if task.submodel is not None:
+            return block_bytes(unpack_mask(task.submodel, table), table)
         mask = [task.download] if task.download is not None else None
         if self.before is None or self.reference is None:
             return int(payload_sizes(mask, table)[0]) if mask else most_bytes(table)
@@ -123,4 +126,4 @@ def reference_after(sent: Sending, uploads: Sequence[Upload]) -> Reference | Non
     for upload in uploads:
         if upload.status in ("ok", "diverged"):
             held[upload.client] = reference.number
-    return Reference(reference.model, reference.number, held)
+    return replace(reference, held=held)

@@ -40,7 +40,7 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "masks": [None if mask is None else mask.hex() for mask in state.masks],
         "memory": _memory(state.memory),
         "mask_error": None if math.isnan(state.mask_error) else state.mask_error,
-        "reference": {"number": reference.number, "held": reference.held.tolist()} if reference else None,
+        "reference": _packed(reference) if reference else None,
     }
     return tensors, document
 
@@ -71,6 +71,11 @@ def expect(right: bool, what: str) -> None:
         raise ValueError(f"its {what} make no sense")
 
 
+def _packed(reference: Reference) -> dict[str, Any]:
+    packed = {"number": reference.number, "held": reference.held.tolist()}
+    return packed | ({"sizes": list(reference.sizes)} if reference.sizes else {})
+
+
 def _reference(
     document: Mapping[str, Any] | None, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], clients: int
 ) -> Reference | None:
@@ -78,7 +83,9 @@ def _reference(
         return None
     number, held = document["number"], np.array(document["held"])
     expect(type(number) is int and held.shape == (clients,) and (not clients or held.dtype == np.int64), "reference")
-    return Reference(_model("reference.", tensors, like), number, held.astype(np.int64))
+    sizes = document.get("sizes", [])
+    expect(all(type(size) is int and size > 0 for size in sizes) and len(sizes) in (0, number), "reference")
+    return Reference(_model("reference.", tensors, like), number, held.astype(np.int64), tuple(sizes))
 
 
 def _model(prefix: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,57 @@
+"""Federated Dropout: everybody trains a random sub-model of the same size (Caldas et al., 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from feddd.core.selection import kept_units
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Upload,
+    check_participation,
+    digest,
+    draw_clients,
+)
+from feddd.strategies.submodels import chain_table, check_widths, hidden_layers, submodel_plan
+
+
+@dataclass(frozen=True)
+class FederatedDropout:
+    """width: the share of every hidden layer's units that a client gets, drawn for every client and round"""
+
+    width: float = 0.75
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_widths((self.width,))
+        check_participation(self.participation)
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """A fixed number of each hidden layer's units, uniformly at random."""
+        table = chain_table(state, fleet)
+        layers = hidden_layers(table)
+        clients = draw_clients(len(fleet), self.participation, rng)
+        chosen = {
+            client: {name: _drawn(count, self.width, rng) for name, count in layers.items()}
+            for client in sorted(clients)
+        }
+        return submodel_plan(state, table, chosen)
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)
+
+
+def _drawn(count: int, share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    chosen = np.zeros(count, np.bool_)
+    chosen[rng.permutation(count)[: kept_units(count, 1.0 - share)]] = True
+    return chosen

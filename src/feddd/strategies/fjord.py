@@ -1,0 +1,65 @@
+"""FjORD: ordered dropout; a width is drawn for every client and round, up to its greatest (Horváth et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Upload,
+    check_participation,
+    digest,
+    draw_clients,
+)
+from feddd.strategies.submodels import (
+    WIDTHS,
+    assign_widths,
+    chain_table,
+    check_assignment,
+    check_widths,
+    first_units,
+    hidden_layers,
+    submodel_plan,
+)
+
+
+@dataclass(frozen=True)
+class FjORD:
+    """widths: shares of every hidden layer; a client draws among those up to its greatest
+
+    greatest: "full" for everybody; "capacity" assigns it, the widest to the quickest clients, "round-robin" by number
+    """
+
+    widths: tuple[float, ...] = WIDTHS
+    greatest: Literal["full", "capacity", "round-robin"] = "full"
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_widths(self.widths)
+        if self.greatest != "full":
+            check_assignment(self.greatest)
+        check_participation(self.participation)
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """The first ⌈p · N_l⌉ units of every hidden layer, p uniform over the widths that a client may have."""
+        table = chain_table(state, fleet)
+        layers = hidden_layers(table)
+        most = np.full(len(fleet), max(self.widths))
+        if self.greatest != "full":
+            most = assign_widths(fleet, self.widths, self.greatest)
+        clients = draw_clients(len(fleet), self.participation, rng)
+        drawn = {client: float(rng.choice([p for p in self.widths if p <= most[client]])) for client in clients}
+        return submodel_plan(state, table, {client: first_units(layers, p) for client, p in drawn.items()})
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)

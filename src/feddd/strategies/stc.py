@@ -1,0 +1,52 @@
+"""STC: sparse ternary compression both ways, with error feedback at both ends (Sattler et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Sparse,
+    Task,
+    Upload,
+    check_participation,
+    digest,
+    draw_clients,
+)
+from feddd.strategies.topk import check_share
+
+
+@dataclass(frozen=True)
+class STC:
+    """share, download_share: p, of the elements that go up and down, as signs and one mean magnitude"""
+
+    share: float = 0.01
+    download_share: float = 0.01
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_share("share", self.share)
+        check_share("download_share", self.download_share)
+        check_participation(self.participation)
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """What the server's model has moved goes down; the clients' updates go up, both ternary."""
+        if fleet.heterogeneous:
+            raise ValueError("stc sends everybody the same difference: not to models that differ in width")
+        clients = sorted(draw_clients(len(fleet), self.participation, rng))
+        sparse = Sparse(self.share, ternary=True)
+        tasks = tuple(Task(client, dropout=1.0 - self.share, sparse=sparse) for client in clients)
+        down = Sparse(self.download_share, ternary=True)
+        return Plan(state.round + 1, tasks, broadcast=True, sparse=down)
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)

@@ -1,0 +1,52 @@
+"""Top-k with error feedback: the greatest elements of update and residual go up (Stich et al., 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from feddd.strategies.protocol import (
+    Fleet,
+    Plan,
+    ServerState,
+    Sparse,
+    Task,
+    Upload,
+    check_participation,
+    digest,
+    draw_clients,
+)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """share: k over all elements of the model; what is not sent is added to the client's next update"""
+
+    share: float = 0.1
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_share("share", self.share)
+        check_participation(self.participation)
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """The full model down, the k greatest elements up."""
+        clients = sorted(draw_clients(len(fleet), self.participation, rng))
+        sparse = Sparse(self.share)
+        tasks = tuple(Task(client, dropout=1.0 - self.share, sparse=sparse) for client in clients)
+        return Plan(state.round + 1, tasks)
+
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model."""
+        return digest(state, plan, uploads, model)
+
+
+def check_share(name: str, share: float) -> None:
+    """Refuse a share of the elements that is none."""
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"{name} must lie above 0 and at most at 1, not {share}")
