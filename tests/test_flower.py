@@ -17,6 +17,7 @@ from torch import nn
 
 from feddd import FedAvg, FedCS, FedDD, Oort
 from feddd.errors import InputError, RunError
+from feddd.experiments.config import construct
 from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, FixedLinks, Link, MeasuredLinks, RoundFacts, feddd_mod
 from feddd.flower.checkpoint import load_checkpoint, save_checkpoint
@@ -177,6 +178,14 @@ def test_too_few_answers_stop_the_run_with_an_explanation(tmp_path: Path) -> Non
 
     with pytest.raises(RunError, match="only 3 of 6 clients answered"):
         strategy.start(grid, initial(world), 2, evaluate_fn=at)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["heterofl", "topk", "stc"])
+def test_methods_that_do_not_send_units_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    world = small_world()
+    strategy = strategy_of(world, construct(name, {}), [])
+    with pytest.raises(InputError, match="is for simulations"):
+        strategy.start(grid_of(world, tmp_path), initial(world), 1)
 
 
 def test_a_client_that_lost_its_disk_gets_the_full_model_in_the_same_round(tmp_path: Path) -> None:

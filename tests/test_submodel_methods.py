@@ -35,7 +35,7 @@ METHODS: dict[str, Any] = {
     "heterofl": HeteroFL(),
     "fjord": FjORD(greatest="capacity"),
     "fedrolex": FedRolex(assignment="round-robin"),
-    "federated-dropout": FederatedDropout(0.5, participation=0.5),
+    "federated-dropout": FederatedDropout(0.5, scale=True, participation=0.5),
 }
 
 
@@ -280,6 +280,14 @@ def test_federated_dropout_draws_as_many_units_for_everybody_each_equally_likely
 def test_wrong_options_are_refused(name: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         construct(name, wrong)
+
+
+def test_only_where_it_is_asked_for_outputs_are_scaled_by_the_width() -> None:
+    scaled = [HeteroFL((1.0, 0.5)), FedRolex((1.0, 0.5)), FederatedDropout(0.5, scale=True)]
+    plain = [HeteroFL((1.0, 0.5), scale=False), FedRolex(scale=False), FederatedDropout(0.5), FjORD()]
+    for method, widths in zip(scaled, ((1.0, 0.5), (1.0, 0.5), (0.5, 0.5)), strict=True):
+        assert [task.scaler for task in planned(method, 1)[1].tasks] == [widths[0]] * 5 + [widths[1]] * 5
+    assert {task.scaler for method in plain for task in planned(method, 1)[1].tasks} == {1.0}
 
 
 # In the simulator

@@ -24,9 +24,13 @@ from feddd.strategies.submodels import chain_table, check_widths, hidden_layers,
 
 @dataclass(frozen=True)
 class FederatedDropout:
-    """width: the share of every hidden layer's units that a client gets, drawn for every client and round"""
+    """width: the share of every hidden layer's units that a client gets, drawn for every client and round
+
+    scale: divide the outputs of hidden layers by the width while clients train, as dropout usually does
+    """
 
     width: float = 0.75
+    scale: bool = False
     participation: float = 1.0
 
     def __post_init__(self) -> None:
@@ -42,7 +46,7 @@ class FederatedDropout:
             client: {name: _drawn(count, self.width, rng) for name, count in layers.items()}
             for client in sorted(clients)
         }
-        return submodel_plan(state, table, chosen)
+        return submodel_plan(state, table, chosen, np.full(len(fleet), self.width) if self.scale else None)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
