@@ -19,6 +19,7 @@ from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.experiments.tables import Tables
+from feddd.files import write_atomically
 from feddd.simulation.outlook import ClientRow
 from feddd.simulation.simulator import RoundRecord, World
 from feddd.strategies.protocol import Upload
@@ -88,8 +89,8 @@ def run_testbed(
                 {"client": n, "sent_bytes": a[0] - b[0], "received_bytes": a[1] - b[1]}
                 for n, (a, b) in enumerate(zip(after, before, strict=True))
             ]
-        if network:
-            (folder / "wire.json").write_text(json.dumps(wire, indent=2) + "\n", encoding="utf-8")
+            if network:
+                write_atomically(folder / "wire.json", (json.dumps(wire, indent=2) + "\n").encode())
     return finish_folder(folder)
 
 
