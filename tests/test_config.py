@@ -134,7 +134,7 @@ def test_overrides_take_toml_values_and_bare_words():
     first = experiment.strategy[0]
     assert first.label == "two.words"
     assert first.build() == FedDD(budget=0.5, always_send=("fc3",))
-    assert experiment.strategy[3].build() == Oort(mode="budget")
+    assert experiment.strategy[-1].build() == Oort(mode="budget")
 
 
 def test_shannon_links_and_a_fleet_file_replace_the_default_rates():

@@ -218,7 +218,9 @@ def test_every_data_set_has_one_learning_rate() -> None:
 
 
 def used_presets() -> list[str]:
-    return [name for name in presets() if name != "quickstart" and not name.startswith(("testbed-", "faults-", "peers-"))]
+    return [
+        name for name in presets() if name != "quickstart" and not name.startswith(("testbed-", "faults-", "peers-"))
+    ]
 
 
 def test_the_papers_settings_are_in_the_presets() -> None:

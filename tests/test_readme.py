@@ -54,7 +54,7 @@ def test_experiment_of_the_readme_runs_on_fewer_clients(tmp_path: Path, monkeypa
     assert small.count("=2") == 3
     names: dict[str, object] = {}
     exec(small, names)
-    assert set(names["results"].summary["strategies"]) == {"feddd", "fedavg", "fedcs", "oort"}  # type: ignore[attr-defined]
+    assert set(names["results"].summary["strategies"]) == {"feddd", "feddd, 4 bits", "fedavg", "fedcs", "oort"}  # type: ignore[attr-defined]
     assert names["slowest"]["round"] == 2  # type: ignore[index]
 
 
