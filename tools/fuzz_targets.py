@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -72,9 +73,12 @@ def _model() -> Any:
 
 def _encoders() -> list[Callable[..., bytes]]:
     """Every way to write a payload: a new value encoding gets a line here."""
+    import numpy as np
+
     import feddd
 
-    return [feddd.encode]
+    coded = [functools.partial(feddd.encode, bits=bits, rng=np.random.default_rng(bits)) for bits in (8, 4, 2)]
+    return [feddd.encode, *coded]
 
 
 def _payload() -> Target:
@@ -94,7 +98,8 @@ def _payload() -> Target:
         return {x.name: torch.tensor([rng.random() < share for _ in range(x.units)]) for x in table.layers}
 
     def read(data: bytes) -> None:
-        values, mask = feddd.decode(data, like, units=table, finite=True)
+        bits = {1: 8, 2: 4, 3: 2}.get(data[5], 32) if len(data) > 5 else 32
+        values, mask = feddd.decode(data, like, units=table, finite=True, bits=bits)
         if data[5] == 0 and data[-1] % 16 == 0:  # float32: what is accepted is what was meant, bit for bit
             assert encode({**like, **values}, mask, units=table) == data
         assert all(bool(np.isfinite(tensor.numpy()).all()) for tensor in values.values())

@@ -186,7 +186,8 @@ def _scaled(body: memoryview, table: Units, mask: Mask, bits: int) -> Tensor:
         first += units
         for slot in layer.slots:
             each = slot.elements // layer.units
-            values[start : start + each * units].reshape(units, each)[...] *= own
+            with np.errstate(over="ignore"):  # what is not finite then is refused by whoever asks for finite values
+                values[start : start + each * units].reshape(units, each)[...] *= own
             start += each * units
     return torch.from_numpy(np.concatenate([values, fixed]))
 
