@@ -133,7 +133,7 @@ def run_on_testbed(
     if as_json:
         print_json({"path": str(results.path), **results.summary})
     elif not quiet:
-        print_summary(results)
+        print_summary(results, "wall")
 
 
 def bench(

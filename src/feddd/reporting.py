@@ -70,19 +70,19 @@ class RunProgress(_Bar):
         self._bar.update(self._task, advance=1, description=escape(label), state=f"{shown:>6}")
 
 
-def print_summary(results: Results) -> None:
-    """The table that a run ends with."""
+def print_summary(results: Results, clock: str = "simulated") -> None:
+    """The table that a run ends with; clock: what its seconds are."""
     targets = [float(target) for target in results.config["targets"]]
     reached = [t for t in targets if any(_time(s, t)["seconds"] is not None for s in _strategies(results).values())]
     table = Table(
-        title=f"{results.config['name']}: {results.config['rounds']} rounds, simulated time",
+        title=f"{results.config['name']}: {results.config['rounds']} rounds, {clock} time",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 0, 0, 1),
     )
     shown = reached[-2:]  # what fits a terminal; the report has all
-    for column in ("strategy", "accuracy", "simulated", "bytes", *(f"to {target:.0%}" for target in shown)):
+    for column in ("strategy", "accuracy", clock, "bytes", *(f"to {target:.0%}" for target in shown)):
         table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for label, summary in _strategies(results).items():
         table.add_row(
