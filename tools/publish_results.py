@@ -31,14 +31,14 @@ To repeat a number: its command, with the data sets fetched (`feddd data fetch m
 TESTBED = """
 ## Testbed (the paper's figures 8 and 14)
 
-`feddd testbed testbed-cifar10-iid` and the other presets of that name deploy it. At the paper's size it was not run; what a
-scaled run gave is on the page about [Flower](flower.md).
+`feddd testbed testbed-cifar10-iid` and the other presets of that name deploy it. At the paper's size it was not run;
+what a scaled run gave is on the page about [Flower](flower.md).
 
 | the paper says | paper | ours |
 |---|---|---|
 | FedDD reaches 71 % IID, where FedAvg and Oort need about 3500 s | about 2000 s | not measured |
 | FedDD reaches 69 % Non-IID-a | about 3000 s | not measured |
-| FedDD reaches 60 % Non-IID-b | about 2300 s | not measured; scaled: 25 % in 646 s, which FedAvg, FedCS and Oort did not reach in 5 rounds |
+| FedDD reaches 60 % Non-IID-b | about 2300 s | not measured; scaled: 25 % in 646 s, the others not in 5 rounds |
 | selection rules under IID | equal | not measured |
 | selection rules under Non-IID-a | importance and delta fastest, max lowest | not measured |
 | selection rules under Non-IID-b | importance best | not measured |
