@@ -10,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST = $(BIN)/python -m pytest --maxschedchunk 1
 
 help: ## Print this help
 	@echo "Usage: make TARGET [PYTHON=python3.12] [ARGS=…]"
@@ -24,7 +24,7 @@ demo: $(VENV)/.installed ## Compare FedDD with three other methods (ARGS goes to
 install: $(VENV)/.installed-test ## Install the package and all that the tests need into .venv
 
 test: $(VENV)/.installed-test ## Run the tests, without the slow ones (ARGS goes to pytest)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not slow" $(ARGS)
 
 check: $(VENV)/.installed-test ## Check format, lint, types and the direction of imports
 	$(BIN)/ruff format --check .
@@ -33,7 +33,8 @@ check: $(VENV)/.installed-test ## Check format, lint, types and the direction of
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k imports
 
 test-all: $(VENV)/.installed-test ## Run all tests, also the slow ones; a skipped test is a failure
-	$(PYTEST) --no-skips $(ARGS)
+	@# One more than there are cores: some of the slow ones mostly wait for processes of theirs.
+	$(PYTEST) -n $$(($(WORKERS) + 1)) --no-skips $(ARGS)
 
 docs: $(VENV)/.installed-test ## Build the documentation into build/docs; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

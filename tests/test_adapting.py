@@ -1,7 +1,7 @@
 """What FedDD chooses by itself: the budget for a target, when to broadcast, and who stays out of a round."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from feddd.strategies.adapting import (
     trial_budget,
 )
 from feddd.strategies.feddd import FedDD
+from feddd.strategies.protocol import Plan, Task, Upload, start
 from worlds import experiment
 
 
@@ -105,6 +106,7 @@ def test_those_that_bring_least_stay_out_but_not_for_long(simulation: Simulation
     taking_part = [{row.upload.client for row in record.clients} for record in rounds]
     assert taking_part[0] == set(range(8))
     assert all(len(there) == 6 for there in taking_part[1:4])
+    assert all(len(taking_part[number]) == 8 for number in (5, 10)), "somebody would miss a broadcast"
     for client in range(8):
         away = "".join("." if client in there else "x" for there in taking_part)
         assert "xxx" not in away
@@ -114,14 +116,35 @@ def test_those_that_bring_least_stay_out_but_not_for_long(simulation: Simulation
         assert kept == pytest.approx(sum(row.upload.upload_bytes for row in everybody.clients), rel=0.05)
 
 
-def test_whoever_comes_back_gets_the_full_model(simulation: Simulation) -> None:
-    rounds = run(simulation, 8, leave_out=0.25, max_absence=1, broadcast_every=0)
-    full = max(row.upload.download_bytes for row in rounds[0].clients)
+def test_whoever_comes_back_goes_on_from_what_it_sent_last(simulation: Simulation) -> None:
+    rounds = run(simulation, 8, leave_out=0.25, max_absence=2, broadcast_every=0)
+    sent_last: dict[int, int] = {}
+    came_back = 0
     for before, record in pairwise(rounds):
-        sent_last = {row.upload.client: row.upload.upload_bytes for row in before.clients}
-        assert len(sent_last) < 8 or before is rounds[0]
+        sent_last |= {row.upload.client: row.upload.upload_bytes for row in before.clients}
         for row in record.clients:
-            assert row.upload.download_bytes == sent_last.get(row.upload.client, full)
+            assert row.upload.download_bytes == sent_last[row.upload.client]
+            came_back += row.upload.client not in {row.upload.client for row in before.clients}
+    assert came_back > 0
+
+
+def test_whoever_fails_gets_the_full_model_also_after_staying_out(simulation: Simulation) -> None:
+    strategy, fleet = FedDD(leave_out=0.5, broadcast_every=0), simulation.fleet
+    state = start(simulation.initial, len(fleet))
+
+    def after(number: int, asked: Sequence[int], status: str) -> list[int]:
+        nonlocal state
+        plan = Plan(number, tuple(Task(client) for client in asked))
+        uploads = [Upload(client, status, samples=1, train_loss=1.0) for client in asked]
+        state = strategy.absorb(state, fleet, plan, uploads, state.model)
+        tasks = dataclasses.replace(strategy, leave_out=0.0).plan(state, fleet, np.random.default_rng(0)).tasks
+        return [task.client for task in tasks if task.download is None]
+
+    assert after(1, range(8), "ok") == []
+    assert after(2, [0, 1], "ok") == []
+    assert after(3, [1, 2], "lost") == [1, 2]
+    assert after(4, [2, 3], "lost") == [1, 2, 3]
+    assert after(5, [1, 2, 3], "ok") == []
 
 
 WRONG = [
@@ -149,4 +172,5 @@ def test_the_memory_of_choices_is_plain() -> None:
         *_, record = simulation.run(FedDD(budget="auto", broadcast_error=1.0), 4)
         tensors, document = pack_state(record.state)
         assert unpack_state(tensors, document, simulation.initial).memory == record.state.memory
-        assert dataclasses.replace(record.state).mask_error == record.mask_error
+        assert record.mask_error is not None
+        assert record.state.mask_error == record.mask_error > 0

@@ -44,8 +44,8 @@ MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "c
 PROMISED = {
     "Aggregator": ["previous", "*units"],
     "Allocation": ["dropout", "round_seconds", "objective"],
-    "FedAvg": ["participation", "value_bits"],
-    "FedCS": ["budget", "mode", "deadline_seconds", "value_bits"],
+    "FedAvg": ["participation", "value_bits", "error_feedback"],
+    "FedCS": ["budget", "mode", "deadline_seconds", "value_bits", "error_feedback"],
     "FedDD": [
         "budget",
         "max_dropout",
@@ -56,6 +56,7 @@ PROMISED = {
         "rates",
         "broadcast_later",
         "value_bits",
+        "error_feedback",
         "download",
         "auto_target",
         "auto_value",
@@ -65,7 +66,7 @@ PROMISED = {
         "max_absence",
     ],
     "InputError": None,
-    "Oort": ["budget", "mode", "straggler_penalty", "value_bits"],
+    "Oort": ["budget", "mode", "straggler_penalty", "value_bits", "error_feedback"],
     "PayloadError": None,
     "Results": ["path", "config", "environment", "summary", "tables"],
     "Units": ["layers", "fixed", "aliases"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, parse_experiment
 from feddd.experiments.running import build_world
-from feddd.simulation.simulator import Simulation
+from feddd.simulation.simulator import RoundRecord, Simulation
 from feddd.testbed.certificates import make_certificates
 from feddd.testbed.deployment import Deployment
 from feddd.testbed.namespaces import Network, check_possible
@@ -26,7 +27,7 @@ CLIENTS = 3
 PATIENCE = 420.0
 
 
-def small(rounds: int) -> Experiment:
+def small(rounds: int, **options: Any) -> Experiment:
     return parse_experiment(
         {
             "name": "deployed",
@@ -34,7 +35,7 @@ def small(rounds: int) -> Experiment:
             "data": {"dataset": "fashion-mnist-mini", "partition": "iid", "train_limit": 300},
             "fleet": {"clients": CLIENTS},
             "training": {"trainer": "reference", "batch_size": 16, "learning_rate": 0.05},
-            "strategy": [{"name": "feddd", "broadcast_every": 3}],
+            "strategy": [{"name": "feddd", "broadcast_every": 3, **options}],
         }
     )
 
@@ -45,7 +46,7 @@ def deployment(folder: Path, **options: Any) -> Deployment:
 
 
 def begin(running: Deployment, folder: Path, experiment: Experiment, deadline_seconds: float = 300.0) -> int:
-    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out").mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     config = {
         "experiment": str(folder / "experiment.toml"),
@@ -72,34 +73,51 @@ def wait(what: Callable[[], bool], running: Deployment, run: int | None = None) 
         time.sleep(1.0)
 
 
+def finish(running: Deployment, folder: Path, experiment: Experiment) -> list[dict[str, Any]]:
+    run = begin(running, folder, experiment)
+    wait(lambda: running.status(run).startswith("finished"), running, run)
+    assert running.status(run) == "finished:completed", running.run_log(run)[-2000:]
+    return rounds(folder)
+
+
 def statuses(document: dict[str, Any]) -> dict[int, str]:
     return {client["client"]: client["status"] for client in document["clients"]}
 
 
+def simulate(experiment: Experiment) -> list[RoundRecord]:
+    with Simulation(build_world(experiment), workers=1) as simulation:
+        return list(simulation.run(experiment.strategy[0].build(), experiment.rounds))
+
+
 @pytest.mark.slow
 def test_a_deployment_with_tls_and_keys_ends_with_the_simulators_masks_sizes_and_model(tmp_path: Path) -> None:
-    experiment = small(4)
-    with Simulation(build_world(experiment), workers=1) as simulation:
-        simulated = list(simulation.run(experiment.strategy[0].build(), 4))
+    plain, coded = small(3), small(3, value_bits=4)
     with deployment(tmp_path) as running:
         stranger = make_certificates(tmp_path / "stranger", ["127.0.0.1"], 1).node_keys[0]
         running.start_node(0, key=stranger, name="stranger")
         wait(lambda: running.exit_code("stranger") is not None, running)
         assert running.exit_code("stranger") != 0, "a key that nobody registered was let in"
-        run = begin(running, tmp_path, experiment)
-        wait(lambda: running.status(run).startswith("finished"), running, run)
-        assert running.status(run) == "finished:completed", running.run_log(run)[-2000:]
-    found = rounds(tmp_path)
-    assert len(found) == 4
-    for record, document in zip(simulated, found, strict=True):
-        for row, client in zip(record.clients, document["clients"], strict=True):
-            assert client["status"] == "ok"
-            assert bytes.fromhex(client["mask"]) == row.upload.mask
-            assert client["upload_bytes"] == row.upload.upload_bytes
-            assert client["download_bytes"] == row.upload.download_bytes
-        assert record.evaluation is not None
-        assert document["evaluation"]["loss"] == pytest.approx(record.evaluation.loss, rel=1e-4)
-    assert record_of(found[-1]).clients[0].upload.upload_bytes == simulated[-1].clients[0].upload.upload_bytes
+        found = finish(running, tmp_path / "plain", plain)
+        finish(running, tmp_path / "coded", small(2, value_bits=4))
+        shutil.rmtree(tmp_path / "store-1")  # with the client's copy of what differences are taken to
+        in_bits = finish(running, tmp_path / "coded", coded)
+    for experiment, documents in ((plain, found), (coded, in_bits)):
+        simulated = simulate(experiment)
+        assert len(documents) == 3
+        for record, document in zip(simulated, documents, strict=True):
+            for row, client in zip(record.clients, document["clients"], strict=True):
+                assert client["status"] == "ok"
+                assert client["upload_bytes"] == row.upload.upload_bytes
+                lost = experiment is coded and document["round"] == 3 and client["client"] == 1
+                assert lost or client["download_bytes"] == row.upload.download_bytes
+                # In a few bits a last digit may decide which way a number is rounded, and that which unit is sent.
+                assert experiment is coded or bytes.fromhex(client["mask"]) == row.upload.mask
+            assert record.evaluation is not None
+            near = 1e-2 if experiment is coded else 1e-4
+            assert document["evaluation"]["loss"] == pytest.approx(record.evaluation.loss, rel=near)
+        assert record_of(documents[-1]).clients[0].upload.upload_bytes == simulated[-1].clients[0].upload.upload_bytes
+    whole = in_bits[0]["clients"][1]["download_bytes"]
+    assert in_bits[2]["clients"][1]["download_bytes"] > whole > 4 * in_bits[2]["clients"][0]["download_bytes"]
 
 
 @pytest.mark.slow

@@ -49,6 +49,9 @@ METHODS = {
     "fedcs": FedCS(),
     "oort": Oort(),
     "feddd in 4 bits": FedDD(broadcast_every=2, value_bits=4),
+    "feddd in 2 bits with error feedback": FedDD(broadcast_every=2, value_bits=2, error_feedback="all"),
+    "some stay out": FedDD(broadcast_every=4, leave_out=0.4, max_absence=2),
+    "some stay out, in 4 bits": FedDD(broadcast_every=4, value_bits=4, leave_out=0.4, max_absence=2),
     "some in 8 bits": FedAvg(participation=0.5, value_bits=8),
     "oort in 2 bits": Oort(value_bits=2),
 }

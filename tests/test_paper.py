@@ -28,7 +28,7 @@ from feddd.paper.panels import Need, Panel, read_panel
 from feddd.paper.reproduce import Request, draw
 from feddd.paper.scales import SCALES, scaled
 from feddd.paper.statistics import difference, estimate, saving
-from feddd.paper.tables import as_markdown, panel_table
+from feddd.paper.tables import as_markdown, exchange_table, panel_table
 from feddd.world import models, synthetic
 
 ROOT = Path(__file__).parents[1]
@@ -218,9 +218,7 @@ def test_every_data_set_has_one_learning_rate() -> None:
 
 
 def used_presets() -> list[str]:
-    return [
-        name for name in presets() if name != "quickstart" and not name.startswith(("testbed-", "faults-", "peers-"))
-    ]
+    return [name for name in presets() if name != "quickstart" and not name.startswith(("testbed-", "faults-"))]
 
 
 def test_the_papers_settings_are_in_the_presets() -> None:
@@ -340,6 +338,16 @@ def test_a_table_pairs_savings_with_the_same_seeds_fedavg() -> None:
     assert rows[0] == ["strategy", "final accuracy (%)", "bytes", "time to 70 %", "time to 95 %"]
     assert rows[1] == ["fedavg", "89.0 (88.0, 90.0)", "30 B", "80.0 s", "never"]
     assert rows[2] == ["feddd", "91.0 (90.0, 92.0)", "30 B", "20.0 s, −75 % [−75, −75]", "never"]
+
+
+def test_an_exchange_table_has_time_and_bytes_to_what_fedavg_reaches() -> None:
+    experiment = tiny({"name": "fedavg"}, {"name": "feddd"}, {"name": "oort"}, targets=(0.7, 0.95))
+    made = made_up({"fedavg": CURVES["fedavg"], "feddd": CURVES["feddd"]}, SECONDS)
+    rows = exchange_table(Panel(experiment.model_copy(update={"rounds": 3}), made.runs))
+    assert rows[0] == ["strategy", "final accuracy", "bytes", "time to 70 %", "bytes to 70 %", "seeds"]
+    assert rows[1] == ["fedavg", "89.0 % [76.3, 101.7]", "30 B", "80.0 s", "20 B", "2"]
+    assert rows[2][:2] == ["feddd", "91.0 % [78.3, 103.7]"]
+    assert rows[3] == ["oort", "not run", "", "", "", ""]
 
 
 # The theorem and the motivation

@@ -474,6 +474,7 @@ EXPERIMENTS = [
     tiny(FEDDD | {"broadcast_every": 100}, name="every-100", evaluate_every=3),
     tiny({"name": "fedavg", "participation": 0.5}, name="fedavg"),
     tiny({"name": "fedcs"}, name="fedcs"),
+    tiny(FEDDD | {"value_bits": 2, "error_feedback": "all"}, name="feedback"),
     OORT,
     tiny(FEDDD, NEVER, {"name": "oort"}, {"name": "fedavg"}, {"name": "fedcs"}, name="all", rounds=4),
     tiny(

@@ -565,7 +565,7 @@ def _archive(work: Path) -> Target:
         data, at = bytearray(plain.getvalue()), rng.choice((0, 1536))
         field, size = rng.choice(((0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)))
         word = rng.choice(
-            (b"../../x", b"/tmp/x", b"0", b"1", b"2", b"3", b"5", b"x", b"L", b"S", b"77777777777", b"\x80" * 12)
+            (b"../../x", b"/etc/x", b"0", b"1", b"2", b"3", b"5", b"x", b"L", b"S", b"77777777777", b"\x80" * 12)
         )
         data[at + field : at + field + size] = word[:size].ljust(size, b"\0")
         total = sum(data[at : at + 148]) + 8 * 32 + sum(data[at + 156 : at + 512])

@@ -82,7 +82,8 @@ def _list_figures(request: Request, as_json: bool) -> None:
         return
     for row in rows:
         number = f"Fig. {row['number']}" if row["number"] else ""
-        typer.echo(f"{row['figure']:<31} {number:<8} {row['title']:<50} {row['kept']:>4} of {row['cells']} runs kept")
+        kept = f"{row['kept']:>4} of {row['cells']} runs kept" if row["cells"] else "   needs no runs"
+        typer.echo(f"{row['figure']:<31} {number:<8} {row['title']:<72} {kept}")
     typer.echo(
         f"At scale {request.scale.name}. `feddd reproduce FIGURE` runs one; --scale full is the paper's setting."
     )

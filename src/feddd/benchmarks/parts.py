@@ -13,8 +13,10 @@ from torch import nn
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.core.aggregation import Aggregator
 from feddd.core.allocation import Allocation, allocate
-from feddd.core.payload import decode, encode
+from feddd.core.payload import decode, decode_values, encode, encode_coded
+from feddd.core.quantise import BITS, quantise
 from feddd.core.selection import select
+from feddd.core.streams import stream
 from feddd.core.units import units
 
 
@@ -73,6 +75,19 @@ def throughput(settings: Settings) -> Iterator[Figure]:
     for what, work in works.items():
         asked = None if what in ("a plain copy", "the new global model") else 1.0
         yield Figure("throughput", what, gigabytes / _seconds(work, settings.rounds), "GB/s", asked)
+    difference, whole = {name: after[name] - before[name] for name in after}, table.full_mask()
+    for bits in BITS:
+
+        def code(bits: int = bits) -> bytes:
+            return encode_coded(quantise(difference, table, bits, stream(0, "rounding")), whole, table, bits)
+
+        coded = code()
+        for what, work in (
+            ("rounding and encoding", code),
+            ("decoding", lambda coded=coded, bits=bits: decode_values(coded, table, bits)),
+        ):
+            speed = gigabytes / _seconds(work, settings.rounds)
+            yield Figure("throughput", f"{what}, {bits} bits, everything sent", speed, "GB/s", 0.5)
 
 
 def _seconds(work: Callable[[], object], repeats: int) -> float:

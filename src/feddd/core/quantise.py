@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.units import Params, Slot, Units
+from feddd.core.units import Params, Units
 
 BITS = (8, 4, 2)
 FLOAT_BITS = 32
 _NOISE_STEPS = 2**16
+_BLOCK = 2**18
+"""Numbers that are worked on at once: they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +42,83 @@ def greatest_code(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def quantise(params: Params, units: Units, bits: int, rng: np.random.Generator) -> Coded:
-    """One model's numbers in a few bits."""
-    coded = quantise_stack({slot.name: params[slot.name][None] for slot in units.slots}, units, bits, [rng])
+def quantise(params: Params, units: Units, bits: int, rng: np.random.Generator | None) -> Coded:
+    """One model's numbers in a few bits; without a generator rounded to the nearest."""
+    stack = {slot.name: params[slot.name][None] for slot in units.slots}
+    coded = quantise_stack(stack, units, bits, None if rng is None else [rng])
     return Coded(
         {name: codes[0] for name, codes in coded.codes.items()}, {name: one[0] for name, one in coded.scales.items()}
     )
 
 
-def quantise_stack(stack: Params, units: Units, bits: int, rngs: Sequence[np.random.Generator]) -> Coded:
-    """Several models at once; each with the noise of its own generator, drawn for every number in wire order."""
-    most = float(greatest_code(bits))
-    drawn = [_noise(rng, units.droppable_elements) for rng in rngs]
-    noise = torch.stack(drawn) if len(drawn) > 1 else drawn[0][None]
-    codes: dict[str, Tensor] = {slot.name: stack[slot.name] for slot in units.fixed}
-    scales: dict[str, Tensor] = {}
-    start = 0
+def quantise_stack(stack: Params, units: Units, bits: int, rngs: Sequence[np.random.Generator] | None) -> Coded:
+    """Several models at once; each with the noise of its own generator, drawn for every number in wire order.
+
+    Without generators numbers go to the nearest step.
+    """
+    clients = len(stack[units.slots[0].name])
+    noise = draw_noise(rngs, clients, units)
+    codes = {slot.name: stack[slot.name] for slot in units.fixed}
+    scales = {}
     for layer in units.layers:
-        rows = [slot.stacked_rows(stack[slot.name]) for slot in layer.slots]
-        peaks = [one.abs().amax(2) for one in rows]
-        peak = torch.stack(peaks).amax(0) if len(peaks) > 1 else peaks[0]
-        # What is too small for a scale of its own is nothing: one over it would not be a number.
-        scale = torch.where(peak > most * torch.finfo(torch.float32).tiny, peak / most, 0.0).to(torch.float32)
-        scales[layer.name] = scale
-        inverse = torch.where(scale > 0, 1.0 / scale, 0.0).unsqueeze(2)
-        for slot, numbers in zip(layer.slots, rows, strict=True):
-            part = noise[:, start : start + slot.elements].view(numbers.shape)
-            start += slot.elements
-            whole = torch.addcmul(part, numbers.to(torch.float32), inverse).floor_().clamp_(-most, most)
-            codes[slot.name] = _as_tensors(slot, whole)
+        numbers = [slot.stacked_rows(stack[slot.name]).flatten(0, 1) for slot in layer.slots]
+        whole = [torch.empty(rows.shape) for rows in numbers]
+        scale = torch.empty(clients * layer.units)
+        step = units_at_once(numbers)
+        for begin in range(0, len(scale), step):
+            part = slice(begin, begin + step)
+            drawn = [noise[slot.name][part] for slot in layer.slots]
+            scale[part], rounded = round_units([rows[part] for rows in numbers], drawn, bits)
+            for rows, own in zip(whole, rounded, strict=True):
+                rows[part] = own
+        scales[layer.name] = scale.view(clients, layer.units)
+        for slot, rows in zip(layer.slots, whole, strict=True):
+            codes[slot.name] = slot.tensors(rows.view(clients, layer.units, -1))
     return Coded(codes, scales)
+
+
+def units_at_once(numbers: Sequence[Tensor]) -> int:
+    """How many units of a layer fit a core's cache; numbers: by tensor, [units, numbers of a unit]."""
+    return max(1, _BLOCK // sum(rows.shape[1] for rows in numbers))
+
+
+def round_units(
+    numbers: Sequence[Tensor], noise: Sequence[NDArray[np.uint16]], bits: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Scales [units] and codes of some units of a layer.
+
+    numbers, noise, codes: by tensor, [units, numbers of a unit]
+    """
+    most = float(greatest_code(bits))
+    peaks = [rows.abs().amax(1) for rows in numbers]
+    peak = torch.stack(peaks).amax(0) if len(peaks) > 1 else peaks[0]
+    # What is too small for a scale of its own is nothing: one over it would not be a number.
+    scale = torch.where(peak > most * torch.finfo(torch.float32).tiny, peak / most, 0.0).to(torch.float32)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0).unsqueeze(1)
+    codes = []
+    for rows, own_noise in zip(numbers, noise, strict=True):
+        drawn = torch.from_numpy(own_noise.astype(np.float32)).add_(0.5).mul_(1 / _NOISE_STEPS)
+        codes.append(drawn.addcmul_(rows.to(torch.float32), inverse).floor_().clamp_(-most, most))
+    return scale, codes
+
+
+def draw_noise(rngs: Sequence[np.random.Generator] | None, clients: int, units: Units) -> dict[str, NDArray[np.uint16]]:
+    """By tensor, [clients · units, numbers of a unit]: whole numbers below 65,536, finer would not be seen.
+
+    Each client's from its own generator, for every number in wire order; without generators the middle.
+    """
+    count = units.droppable_elements
+    if rngs is None:
+        noise = np.broadcast_to(np.uint16(_NOISE_STEPS // 2), (clients, count))
+    else:
+        raw = [rng.bit_generator.random_raw(-(-count // 4)) for rng in rngs]
+        noise = np.stack([np.asarray(one, "<u8").view("<u2")[:count] for one in raw])
+    drawn, start = {}, 0
+    for layer in units.layers:
+        for slot in layer.slots:
+            drawn[slot.name] = noise[:, start : start + slot.elements].reshape(clients * layer.units, -1)
+            start += slot.elements
+    return drawn
 
 
 def dequantise(coded: Coded, units: Units) -> dict[str, Tensor]:
@@ -82,7 +131,7 @@ def dequantise(coded: Coded, units: Units) -> dict[str, Tensor]:
         for slot in layer.slots:
             codes = coded.codes[slot.name]
             rows = slot.stacked_rows(codes[None] if alone else codes)
-            restored = _as_tensors(slot, rows * scale)
+            restored = slot.tensors(rows * scale)
             values[slot.name] = restored[0] if alone else restored
     return values
 
@@ -118,23 +167,3 @@ def unpack_codes(data: bytes | memoryview, count: int, bits: int) -> NDArray[np.
     if len(whole) and int(whole.min()) < -greatest_code(bits):
         raise ValueError("a code is out of range")
     return whole.astype(np.float32)
-
-
-def _noise(rng: np.random.Generator, count: int) -> Tensor:
-    """Uniform in [0, 1), in 65,536 steps: finer would not be seen."""
-    raw = np.frombuffer(rng.bytes(2 * count), "<u2")
-    noise = raw.astype(np.float32)
-    noise += 0.5
-    noise /= _NOISE_STEPS
-    return torch.from_numpy(noise)
-
-
-def _as_tensors(slot: Slot, rows: Tensor) -> Tensor:
-    """[clients, units, numbers of a unit] in the tensor's own shape."""
-    if slot.plain:
-        return rows.view(len(rows), *slot.shape)
-    shaped = torch.empty(len(rows), *slot.shape)
-    for one, own in zip(shaped, rows, strict=True):
-        view = slot.rows(one)
-        view.copy_(own.reshape(view.shape))
-    return shaped

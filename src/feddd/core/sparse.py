@@ -48,9 +48,9 @@ def choose(vector: Vector, count: int, *, ternary: bool) -> Chosen:
     """The elements of greatest magnitude, of equal ones the first; ternary: their signs times their mean magnitude."""
     size = np.abs(vector)
     least = np.partition(size, len(size) - count)[len(size) - count]
-    beyond = np.flatnonzero(size > least)
-    equal = np.flatnonzero(size == least)[: count - len(beyond)]
-    places = np.sort(np.concatenate([beyond, equal]))
+    taken = size > least
+    taken[np.flatnonzero(size == least)[: count - np.count_nonzero(taken)]] = True
+    places = np.flatnonzero(taken)
     values = vector[places]
     if ternary:
         mean = np.float32(size[places].mean(dtype=np.float64))

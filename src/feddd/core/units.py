@@ -76,6 +76,16 @@ class Slot:
             return stack.reshape(len(stack), self.units, -1)
         return torch.stack([self.rows(one).reshape(self.units, -1) for one in stack])
 
+    def tensors(self, rows: Tensor) -> Tensor:
+        """The inverse of `stacked_rows`; if plain, a view."""
+        if self.plain:
+            return rows.view(len(rows), *self.shape)
+        stack = rows.new_empty(len(rows), *self.shape)
+        for one, own in zip(stack, rows, strict=True):
+            view = self.rows(one)
+            view.copy_(own.reshape(view.shape))
+        return stack
+
     def index(self, mask: Tensor) -> Tensor:
         """The layer's mask [units] in the shape of this tensor's leading unit axes."""
         return mask.reshape(self.groups, -1) if self.groups > 1 else mask

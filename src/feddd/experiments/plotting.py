@@ -36,9 +36,9 @@ def plain_axes(figure: Figure) -> Axes:
     return axes
 
 
-def panel_grid(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def panel_grid(count: int, width: float, height: float, columns: int | None = None) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, each of this size in inches."""
-    columns = min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
+    columns = columns or min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
     rows = -(-max(count, 1) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)

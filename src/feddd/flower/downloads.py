@@ -14,7 +14,7 @@ from feddd.core.units import Mask, Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import MOVE, PAYLOAD, REFERENCE, Order, write_payload
 from feddd.strategies.protocol import Task
-from feddd.strategies.reference import Sending, bases, narrowed
+from feddd.strategies.reference import Sending, bases, narrowed, received
 
 MOVES_KEPT = 16
 """Of the reference; with two bits a value, all of it costs as much as so many."""
@@ -80,5 +80,5 @@ class Downloads:
         table.put(dense, mask, values)
         if sent.reference is None:
             return dense
-        base = bases(own, self.part(sent.reference.model, sub_model), [task], table)
+        base = bases(own, self.part(sent.reference.model, sub_model), received([task], table), table)
         return {slot.name: base[slot.name][0] + dense[slot.name] for slot in table.slots}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.labels import label_coverage
-from feddd.core.payload import coverage_size, decode, decode_coverage, encode, most_bytes
-from feddd.core.quantise import FLOAT_BITS
+from feddd.core.payload import coverage_size, decode, decode_coverage, encode, encode_coded, most_bytes
+from feddd.core.quantise import FLOAT_BITS, dequantise, quantise
 from feddd.core.streams import stream
-from feddd.core.units import Units, units
+from feddd.core.units import Mask, Units, units
 from feddd.files import user_cache
 from feddd.flower.names import (
     ArrayRecord,
@@ -41,7 +41,8 @@ from feddd.flower.records import (
 )
 from feddd.flower.references import Held, brought_up, received
 from feddd.flower.store import ClientStore
-from feddd.strategies.client import receive, report
+from feddd.strategies.client import Kept, receive, report
+from feddd.strategies.feedback import keeping, left_over, residual_of, with_residual
 from feddd.strategies.protocol import Task
 
 MakeModel = Callable[[], nn.Module]
@@ -124,6 +125,7 @@ class _Client:
         self._coverage: dict[str, Tensor] | None = None
         self._reference: Held | None = None
         self._base: dict[str, Tensor] = {}
+        self._residual: Tensor | None = None
         self._label_counts = (lambda: label_counts(context)) if label_counts else None
 
     def hello(self, status: str = "ok") -> Report:
@@ -158,6 +160,8 @@ class _Client:
                 return None
             values, mask, self._reference = received(held, content, order, table)
             self._base = values
+            if order.feedback != "none":
+                self._residual = self._residual_of(kept, on_disk, order)
         sent = kept.mask if kept else table.full_mask()
         if any(not torch.equal(mask[layer], sent[layer]) for layer in mask):
             raise RecordError("the download is not for the units that this client uploaded last")
@@ -193,13 +197,32 @@ class _Client:
         if order.bits == FLOAT_BITS:
             data = encode(after, mask, units=self._units)
         else:
-            difference = {slot.name: after[slot.name] - self._base[slot.name] for slot in self._units.slots}
-            rounding = stream(order.seed, "rounding", order.round, order.place)
-            data = encode(difference, mask, units=self._units, bits=order.bits, rng=rounding)
+            data, kept = self._difference(after, mask, kept, order)
         self._store.save(order.version, kept, self._units, self._coverage, self._reference)
         write_record(content, REPORT, facts)
         write_payload(content, data, order.chunk_bytes)
         return content
+
+    def _residual_of(self, kept: Kept | None, on_disk: Held | None, order: Order) -> Tensor:
+        """What error feedback adds to the difference; a full download replaces what an earlier round left here."""
+        if kept is not None:
+            return residual_of(kept, None, self._units)
+        version = self._store.version()
+        earlier = self._store.load(version, self._units) if _run(version) == _run(order.version) else None
+        replaced = on_disk.model if on_disk and order.feedback == "all" else None
+        return residual_of(earlier, replaced, self._units)
+
+    def _difference(self, after: dict[str, Tensor], mask: Mask, kept: Kept, order: Order) -> tuple[bytes, Kept]:
+        """The payload of an upload in a few bits, and what the client keeps."""
+        difference = {slot.name: after[slot.name] - self._base[slot.name] for slot in self._units.slots}
+        if self._residual is not None:
+            difference = with_residual(difference, self._residual, self._units)
+        rounding = stream(order.seed, "rounding", order.round, order.place) if self._residual is None else None
+        coded = quantise(difference, self._units, order.bits, rounding)
+        if self._residual is not None:
+            rounded = dequantise(coded, self._units)
+            kept = keeping(kept, left_over(difference, rounded, mask, self._residual, self._units))
+        return encode_coded(coded, mask, self._units, order.bits), kept
 
 
 def _run(version: str) -> str:

@@ -39,6 +39,7 @@ class Order:
     chunk_bytes: the pieces in which its upload is to travel
     bits: of a value; fewer than 32 for differences to the reference, of which the payload means this number, after
     `missed` moves that are in the message, or `whole` if all of it is; broadcast: the payload moves it on
+    feedback: what the client adds to what it sends later, see `Task`
     """
 
     what: str
@@ -58,6 +59,7 @@ class Order:
     missed: int = 0
     whole: bool = False
     broadcast: bool = False
+    feedback: str = "none"
 
 
 @dataclass(frozen=True)

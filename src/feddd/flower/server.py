@@ -224,6 +224,7 @@ class Server:
             place=client,
             coverage=tells,
             covered=needed and not tells,
+            feedback=task.feedback,
             chunk_bytes=chunk_bytes(link.uplink_bits_per_s),
         )
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})

@@ -70,7 +70,8 @@ class ClientStore:
             return None
         # After a full upload nothing is left to keep.
         expected = units.droppable_elements - units.kept_elements(mask) + len(units.fixed)
-        return Kept(mask, values) if values.shape == (expected,) else None
+        # Behind it, with error feedback, is the residual.
+        return Kept(mask, values) if values.shape in ((expected,), (expected + units.droppable_elements,)) else None
 
     def reference(self, run: str, units: Units) -> Held | None:
         """The reference of this run; None if it is not on disk."""

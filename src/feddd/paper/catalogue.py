@@ -14,7 +14,9 @@ from feddd.paper.claims import DATASETS, PARTITIONS
 from feddd.paper.panels import Need
 from feddd.paper.scales import Scale, scaled
 
-Kind = Literal["curves", "targets", "budgets", "classes", "widths", "label-share", "theorem", "learning-rates"]
+Kind = Literal[
+    "curves", "targets", "exchange", "budgets", "classes", "widths", "label-share", "theorem", "learning-rates"
+]
 
 LEARNING_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNING_SEED = 100
@@ -140,7 +142,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         "bits",
         "",
         "Beyond the paper: values in 8, 4 and 2 bits",
-        "targets",
+        "exchange",
         (*_all("-bits", ("iid", "noniid-b"), ("mnist", "fashion-mnist")), "cifar10-noniid-b-bits"),
     ),
     PaperFigure(
@@ -149,6 +151,13 @@ FIGURES: tuple[PaperFigure, ...] = (
         "Beyond the paper: budgets, broadcasts and absences chosen while it runs",
         "curves",
         _all("-choices", worlds=("mnist", "fashion-mnist")),
+    ),
+    PaperFigure(
+        "peers",
+        "",
+        "Beyond the paper: sub-model and sparse methods beside FedDD",
+        "exchange",
+        ("peers-mnist-iid", "peers-mnist-noniid-b"),
     ),
     PaperFigure("theorem", "", "Theorem 2's bound beside measured gradients", "theorem"),
     PaperFigure("learning-rates", "", "How the learning rates were chosen", "learning-rates"),

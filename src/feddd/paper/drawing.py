@@ -22,9 +22,22 @@ from feddd.world import models
 
 def draw_panels(figure: PaperFigure, panels: Sequence[Panel]) -> Figure:
     """The picture of a figure that is made of experiments."""
+    if figure.kind == "exchange":
+        return _draw_exchange(panels)
     wide = figure.kind in ("targets", "classes")
     drawn, grid = panel_grid(len(panels), 5.0 if wide else 4.2, 3.4)
     _fill(grid, panels, _DRAW[figure.kind])
+    _legend(drawn, grid)
+    return drawn
+
+
+def _draw_exchange(panels: Sequence[Panel]) -> Figure:
+    """Accuracy over time and over bytes, beside each other; logarithmic, since methods differ by orders."""
+    drawn, grid = panel_grid(2 * len(panels), 5.6, 3.8, columns=2)
+    _fill(grid[0::2], panels, _curves)
+    _fill(grid[1::2], panels, _curves_over_bytes)
+    for axes in grid[: 2 * len(panels)]:
+        axes.set_xscale("log")
     _legend(drawn, grid)
     return drawn
 
@@ -47,12 +60,18 @@ def _legend(drawn: Figure, grid: Sequence[Axes]) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        columns = min(len(handles), 6 if len(grid) > 2 else 4)
+        # An inch takes about twelve letters; a line's sample takes about eight.
+        room = int(12 * drawn.get_figwidth() / (8 + max(len(label) for label in handles)))
+        columns = min(len(handles), 6, max(1, room))
         drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _curves(axes: Axes, panel: Panel) -> None:
     draw_accuracy(axes, panel.lines, "time")
+
+
+def _curves_over_bytes(axes: Axes, panel: Panel) -> None:
+    draw_accuracy(axes, panel.lines, "bytes")
 
 
 def _targets(axes: Axes, panel: Panel) -> None:

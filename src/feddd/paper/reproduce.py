@@ -29,6 +29,7 @@ from feddd.paper.scales import Scale
 from feddd.paper.tables import (
     Drawn,
     Row,
+    exchange_table,
     label_share_table,
     learning_rate_table,
     loss_table,
@@ -133,7 +134,8 @@ def _from_panels(figure: PaperFigure, panels: Mapping[str, Panel]) -> tuple[Figu
     if figure.kind == "widths":
         return draw_panels(figure, list(panels.values())), [(name, loss_table(one)) for name, one in panels.items()]
     if figure.kind != "learning-rates":
-        return draw_panels(figure, list(panels.values())), [(name, panel_table(one)) for name, one in panels.items()]
+        table = exchange_table if figure.kind == "exchange" else panel_table
+        return draw_panels(figure, list(panels.values())), [(name, table(one)) for name, one in panels.items()]
     sweep = {name: panel for name, panel in panels.items() if "-rate-" in name}
     best = {name: panel for name, panel in panels.items() if name not in sweep}
     rates: dict[str, dict[float, float]] = {}

@@ -34,11 +34,17 @@ SCALES: Mapping[ScaleName, Scale] = {
         (0, 1, 2),
         {
             "fashion-mnist": {"train_limit": 12_000},
-            "cifar10": {"train_limit": 10_000, "clients": 50, "rounds": 40, "divide": {"heterogeneous": 4}},
+            "cifar10": {
+                "train_limit": 2_500,
+                "clients": 25,
+                "rounds": 40,
+                "targets": (0.15, 0.2, 0.25, 0.3, 0.35),
+                "divide": {"heterogeneous": 4},
+            },
         },
         {
             "fashion-mnist": "12,000 of the 60,000 training images",
-            "cifar10": "50 clients, 10,000 of the 50,000 training images, 40 rounds instead of 100; "
+            "cifar10": "25 clients, 2,500 of the 50,000 training images, 40 rounds instead of 100; "
             "heterogeneous models at a quarter of their widths",
         },
     ),

@@ -10,9 +10,10 @@ from statistics import fmean
 from feddd.experiments.results import Results, reference_label
 from feddd.experiments.views import human_bytes, human_seconds
 from feddd.paper.catalogue import PaperFigure
+from feddd.paper.measures import shown
 from feddd.paper.motivation import SHARES, LabelShare, loss_by_width
-from feddd.paper.panels import Panel, accuracy, seconds_to
-from feddd.paper.statistics import saving
+from feddd.paper.panels import Panel, accuracy, reached_by_all, seconds_to
+from feddd.paper.statistics import estimate, saving
 from feddd.paper.theorem import Outcome
 from feddd.world import models
 
@@ -43,9 +44,13 @@ class Drawn:
 
 
 def panel_table(panel: Panel) -> Rows:
-    """Per strategy: final accuracy with its seeds, bytes, and to each target the time and what it saves of FedAvg's."""
+    """Per strategy: final accuracy with its seeds, bytes, and to each target the time and what it saves.
+
+    What is saved is of FedAvg's time, or of the first strategy's where there is no FedAvg.
+    """
     experiment = panel.experiment
-    reference = reference_label({"strategy": [section.model_dump() for section in experiment.strategy]})
+    sections = {"strategy": [section.model_dump() for section in experiment.strategy]}
+    reference = reference_label(sections) or experiment.strategy[0].label
     head = [
         "strategy",
         "final accuracy (%)",
@@ -64,6 +69,39 @@ def panel_table(panel: Panel) -> Rows:
         times = [_time(panel, section.label, reference, target) for target in experiment.targets]
         rows.append([section.label, f"{fmean(finals):.1f}{each}", amount, *times])
     return rows
+
+
+def exchange_table(panel: Panel) -> Rows:
+    """Per strategy: final accuracy with its interval, bytes, and what it takes to the highest targets of FedAvg."""
+    experiment = panel.experiment
+    reference = reference_label({"strategy": [section.model_dump() for section in experiment.strategy]})
+    runs = panel.finished(reference) if reference else []
+    targets = [goal for goal in sorted(experiment.targets) if reached_by_all(runs, [reference or ""], [goal])][-2:]
+    columns = [f"{what} to {100 * goal:g} %" for goal in targets for what in ("time", "bytes")]
+    rows = [["strategy", "final accuracy", "bytes", *columns, "seeds"]]
+    for section in experiment.strategy:
+        label, runs = section.label, panel.finished(section.label)
+        if not runs:
+            rows.append([label, "not run", *[""] * (len(rows[0]) - 2)])
+            continue
+        final = shown(estimate([accuracy(run, label) for run in runs]), "%")
+        total = human_bytes(fmean(_bytes(run, label) for run in runs))
+        spent = [
+            text for goal in targets for text in (_time(panel, label, reference, goal), _bytes_to(panel, label, goal))
+        ]
+        rows.append([label, final, total, *spent, str(len(runs))])
+    return rows
+
+
+def _bytes_to(panel: Panel, label: str, target: float) -> str:
+    """Bytes both ways until the target is first reached, the mean over the seeds that reach it."""
+    spent = []
+    for run in panel.finished(label):
+        rows = run.rows("rounds", strategy=label)
+        first = next((n for n, row in enumerate(rows, 1) if (row["test_accuracy"] or 0.0) >= target), None)
+        if first is not None:
+            spent.append(float(sum(row["upload_bytes"] + row["download_bytes"] for row in rows[:first])))
+    return human_bytes(fmean(spent)) if spent else "never"
 
 
 def _bytes(run: Results, label: str) -> float:
@@ -89,7 +127,7 @@ def _time(panel: Panel, label: str, reference: str | None, target: float) -> str
         if mine is not None and run in panel.finished(reference) and (theirs := seconds_to(run, reference, target))
     ]
     if not pairs:
-        return f"{text} (FedAvg: never)"
+        return f"{text} ({reference}: never)"
     found = saving(*zip(*pairs, strict=True))
     if found.low is None or found.high is None:
         return f"{text}, {_percent(-found.mean)} %"

@@ -16,7 +16,7 @@ from feddd.simulation.differences import Sent
 from feddd.simulation.faults import GONE
 from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
 from feddd.strategies.protocol import Task, Upload
-from feddd.strategies.reference import bases
+from feddd.strategies.reference import bases, received
 
 ABSENT = ("lost", GONE, "late")
 """Clients that never send anything; what they would have trained is of no use."""
@@ -152,4 +152,5 @@ def _base(wire: Wire, model: Params, task: Task) -> dict[str, Tensor]:
     """The model where a client was sent it, the reference elsewhere."""
     if wire.sent.reference is None:
         raise ValueError("differences need a reference")
-    return {name: stack[0].cpu() for name, stack in bases(model, wire.sent.reference, [task], wire.units).items()}
+    base = bases(model, wire.sent.reference, received([task], wire.units), wire.units)
+    return {name: stack[0].cpu() for name, stack in base.items()}

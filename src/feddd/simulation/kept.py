@@ -40,6 +40,10 @@ class KeptStore:
     def __contains__(self, client: int) -> bool:
         return client in self._kept
 
+    def get(self, client: int) -> Kept | None:
+        """What the client holds, None for nothing."""
+        return self._kept.get(client)
+
     def put(self, client: int, kept: Kept) -> None:
         """Remember; the values move into the client's place in the file if there is one."""
         if self._folder is not None:

@@ -77,8 +77,10 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
         return Outlook(fleet, None, plan.tasks)
     if plan.peculiar and faults.damages_payloads:
         raise RunError("faults that damage payloads are simulated with methods that send units only")
-    if any(task.sparse is not None for task in plan.tasks):
-        raise RunError("faults are not simulated with sparse updates: what a client would have kept is not known")
+    if any(task.sparse is not None or task.feedback != "none" for task in plan.tasks):
+        raise RunError(
+            "faults are not simulated with sparse updates or error feedback: what a client would have kept is not known"
+        )
     trouble = draw(faults, seed, plan.round, len(fleet))
     kinds = [str(trouble.answer[task.client]) for task in plan.tasks]
     rows = []

@@ -19,21 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator, Sums, add_sums
-from feddd.core.payload import (
-    coverage_size,
-    decode,
-    droppable_bytes,
-    encode,
-    fixed_bytes,
-    pack_mask,
-    pack_masks,
-    payload_sizes,
-    unpack_mask,
-)
+from feddd.core.payload import coverage_size, droppable_bytes, fixed_bytes, pack_mask, pack_masks, payload_sizes
 from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Mask, Units, units
+from feddd.simulation import wire
 from feddd.simulation.answers import ABSENT, Wire, fault_of, receive_answers
 from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
@@ -44,6 +35,7 @@ from feddd.simulation.trainers import Trainer, make_trainer
 from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate, only
 from feddd.simulation.watch import Watch
 from feddd.strategies.client import merge_stack, report_stack
+from feddd.strategies.feedback import keeping, residual_of
 from feddd.strategies.protocol import Task, Upload
 from feddd.world import models
 
@@ -124,7 +116,7 @@ class Shard:
             trainer = make_trainer(module, table, spec.training.trainer)
             self._widths[width] = _Width(module, table, pack_mask(table.full_mask(), table), own, trainer)
         self._seconds: dict[str, float] = {}
-        self._kept = KeptStore(spec.state_dir, self._widths[0].units.elements)
+        self._kept = KeptStore(spec.state_dir, 2 * self._widths[0].units.elements)
 
     def reset(self) -> None:
         """Forget what clients kept: another strategy starts."""
@@ -168,11 +160,11 @@ class Shard:
 
     def _sent(self, width: int, download: Download) -> Sent:
         """The download of one sub-model."""
-        server, reference = (
+        server, reference, before = (
             None if arrays is None else self._own_model(width, _from_arrays(arrays))
-            for arrays in (download.server, download.reference)
+            for arrays in (download.server, download.reference, download.before)
         )
-        return Sent(self._own_model(width, _from_arrays(download.model)), download.bits, server, reference)
+        return Sent(self._own_model(width, _from_arrays(download.model)), download.bits, server, reference, before)
 
     def _own_model(self, width: int, global_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The server's values of one sub-model, as far as they travel."""
@@ -220,6 +212,7 @@ class Shard:
         tasks = [task for task in tasks if fault_of(task) not in ABSENT]
         if not tasks:
             return []
+        residuals = self._residuals(tasks, sent_model, table)
         before, download_bytes = self._download(tasks, width, sent_model.model)
         if coded_bytes is not None:
             download_bytes = np.array([coded_bytes[task.client] for task in tasks])
@@ -236,6 +229,7 @@ class Shard:
         if uploads:
             before, trained, download_bytes = only(before, fine), trained.only(fine), download_bytes[fine]
             tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
+            residuals = [residual for residual, ok in zip(residuals, fine, strict=False) if ok]
             if not tasks:
                 return uploads
         part = self._part(before, trained.after, tasks, sent_model, table)
@@ -244,10 +238,10 @@ class Shard:
         answered = self._uploads(tasks, trained, masks, table, download_bytes, sent_model.bits)
         answered = part.told(answered) if part else answered
         after = trained.after
-        arrived = after if part else self._upload(number, after, tasks, masks, sent_model, table)
+        arrived = after if part else self._upload(number, after, tasks, masks, sent_model, table, residuals)
         if any(fault_of(task) for task in tasks):
-            wire = Wire(after, arrived, masks, sent_model, table)
-            answered = receive_answers(self.spec.seed, number, tasks, answered, wire)
+            crossing = Wire(after, arrived, masks, sent_model, table)
+            answered = receive_answers(self.spec.seed, number, tasks, answered, crossing)
             fine = np.array([upload.status == "ok" for upload in answered])
             after, arrived, masks = only(after, fine), only(arrived, fine), only(masks, fine)
             part = part.only(fine) if part else None
@@ -328,15 +322,9 @@ class Shard:
         """What the clients hold after the download, a stack, and what it cost each."""
         table = width.units
         packed = [width.full_mask if task.download is None else task.download for task in tasks]
-        sizes = payload_sizes(packed, table)
         before = {name: tensor.expand(len(tasks), *tensor.shape).clone() for name, tensor in own_model.items()}
         if self.spec.wire:
-            for place, mask in enumerate(packed):
-                held = {name: tensor.cpu() for name, tensor in own_model.items()}
-                data = encode(held, unpack_mask(mask, table), units=table)
-                received, _ = decode(data, held, units=table, finite=True)
-                for name, stack in before.items():
-                    stack[place].copy_(received[name])
+            wire.download(before, own_model, packed, table)
         if any(task.download is not None for task in tasks):
             kept = [None if task.download is None else self._kept[task.client] for task in tasks]
             merge_stack(before, kept, table)
@@ -344,23 +332,35 @@ class Shard:
             if task.sparse is None:
                 self._kept.forget(task.client)
         extra = np.array([coverage_size(table) if task.coverage else 0 for task in tasks])
-        return before, sizes + extra
+        return before, payload_sizes(packed, table) + extra
+
+    def _residuals(self, tasks: Sequence[Task], sent: Sent, table: Units) -> list[Tensor]:
+        """What error feedback has to add to the clients' differences; empty without it."""
+        return [
+            residual_of(self._kept.get(task.client), None if task.download else sent.before, table)
+            for task in tasks
+            if task.feedback != "none"
+        ]
 
     def _upload(
-        self, number: int, after: Mapping[str, Tensor], tasks: Sequence[Task], masks: Mask, sent: Sent, table: Units
+        self,
+        number: int,
+        after: Mapping[str, Tensor],
+        tasks: Sequence[Task],
+        masks: Mask,
+        sent: Sent,
+        table: Units,
+        residuals: Sequence[Tensor],
     ) -> Mapping[str, Tensor]:
         """What arrives at the server: with `wire` really encoded and decoded, zero where nothing was sent."""
-        if sent.bits != FLOAT_BITS:
-            rngs = [stream(self.spec.seed, "rounding", number, task.client) for task in tasks]
-            return arriving(after, tasks, masks, sent, table, rngs, wire=self.spec.wire)
-        if not self.spec.wire:
-            return after
-        arrived = []
-        for place in range(len(next(iter(masks.values())))):
-            own = {name: stack[place].cpu() for name, stack in after.items()}
-            data = encode(own, {name: mask[place] for name, mask in masks.items()}, units=table)
-            arrived.append(decode(data, own, units=table, finite=True)[0])
-        return {name: torch.stack([values[name] for values in arrived]) for name in after}
+        if sent.bits == FLOAT_BITS:
+            return wire.upload(after, masks, table) if self.spec.wire else after
+        # What is rounded at random is more than error feedback can bear: it would feed back growing errors.
+        rngs = None if residuals else [stream(self.spec.seed, "rounding", number, task.client) for task in tasks]
+        arrived, rest = arriving(after, tasks, masks, sent, table, rngs, residuals=residuals, wire=self.spec.wire)
+        for task, residual in zip(tasks, rest, strict=False):
+            self._kept.put(task.client, keeping(self._kept[task.client], residual))
+        return arrived
 
     def _diverged(self, client: int, download_bytes: int) -> Upload:
         return Upload(client, status="diverged", samples=self._count(client), download_bytes=int(download_bytes))

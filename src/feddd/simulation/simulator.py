@@ -44,7 +44,8 @@ from feddd.world.fleets import Devices
 from feddd.world.partitions import label_counts
 
 EngineName = Literal["local", "ray"]
-TEST_CHUNK = 1000
+TEST_CHUNK = 200
+"""Test samples that go through the model at once: with more their activations leave the cache."""
 
 
 class EverybodyDiverged(RunError):
@@ -163,8 +164,10 @@ class Simulation:
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
             self.check(plan)
-            send = sending if plan.sparse is None else sparse_sending
-            sent = send(state, plan, self.units, self.world.seed)
+            if plan.sparse is None:
+                sent = sending(state, plan, self.units, self.world.seed)
+            else:
+                sent = sparse_sending(state, plan, self.units)
             outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sent)
             result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
             uploads = outlook.uploads(result.uploads)
@@ -206,7 +209,7 @@ class Simulation:
     def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
         """The clients whose own values the coming rounds build on; nobody if all of them get the full model next."""
         plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
-        if any(task.sparse is not None for task in plan.tasks):  # residuals last
+        if any(task.sparse is not None or task.feedback != "none" for task in plan.tasks):  # residuals last
             return np.flatnonzero(state.last_round).tolist()
         replaced = {task.client for task in plan.tasks if task.download is None}
         full = {width: pack_mask(table.full_mask(), table) for width, table in enumerate(self._tables)}
@@ -223,7 +226,9 @@ class Simulation:
         if sent.reference is None:
             return Download(to_arrays(sent.model), download_bytes=sizes)
         own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
-        return Download(to_arrays(sent.model), sent.bits, own, reference, sizes)
+        replaced = sent.before if any(task.feedback == "all" for task in plan.tasks) else None
+        before = to_arrays(replaced.model) if replaced else None
+        return Download(to_arrays(sent.model), sent.bits, own, reference, before, sizes)
 
     def _aggregate(self, state: ServerState, plan: Plan, result: ShardResult) -> tuple[dict[str, Tensor], float | None]:
         """The new global model, and how far the masks moved it from the full average; None if it is not known."""

@@ -48,14 +48,14 @@ def convolves(model: nn.Module) -> bool:
 
 def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
     """A trainer by name; the two that train one client at a time use the model as their workbench."""
+    if name != "reference":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     if name == "stacked":
         network = chain(model)
         if network is None:
             raise ValueError('trainer "stacked" does not fit this model; use "reference"')
         small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         return Trainer(stack_trainer(network), STACK if small else 1)
-    if name == "channels_last":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     return Trainer(_one_by_one(model, table), 1)
 
 

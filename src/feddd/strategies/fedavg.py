@@ -9,12 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from feddd.strategies.protocol import (
+    Feedback,
     Fleet,
     Plan,
     ServerState,
     Upload,
     check_bits,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
     full_model_plan,
@@ -26,18 +27,21 @@ class FedAvg:
     """participation: the share of clients drawn at random each round
 
     value_bits: 32, or 8, 4 or 2 to send rounded differences
+    error_feedback: "rounded" makes clients add what was rounded away to what they send later; "all" is the same here
     """
 
     participation: float = 1.0
     value_bits: int = 32
+    error_feedback: Feedback = "none"
 
     def __post_init__(self) -> None:
-        check_bits(self.value_bits)
-        check_participation(self.participation)
+        check_bits(self.value_bits, self.error_feedback)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Draw the round's clients without replacement."""
-        return full_model_plan(state, draw_clients(len(fleet), self.participation, rng), self.value_bits)
+        chosen = draw_clients(len(fleet), self.participation, rng)
+        return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

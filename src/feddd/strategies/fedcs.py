@@ -10,11 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from feddd.strategies.protocol import (
+    Feedback,
     Fleet,
     Plan,
     ServerState,
     Upload,
     check_bits,
+    check_share,
     digest,
     fill_budget,
     full_model_plan,
@@ -30,19 +32,20 @@ class FedCS:
     mode "deadline" (the original): as many clients as finish within `deadline_seconds`. The original's greedy orders
     clients because they share one channel; here everyone has a link of their own, so whoever is quick enough is in.
     value_bits: 32, or 8, 4 or 2 to send rounded differences
+    error_feedback: "rounded" makes clients add what was rounded away to what they send later; "all" is the same here
     """
 
     budget: float = 0.6
     mode: Literal["budget", "deadline"] = "budget"
     deadline_seconds: float | None = None
     value_bits: int = 32
+    error_feedback: Feedback = "none"
 
     def __post_init__(self) -> None:
-        check_bits(self.value_bits)
+        check_bits(self.value_bits, self.error_feedback)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if not 0.0 < self.budget <= 1.0:
-            raise ValueError(f"budget must lie above 0 and at most at 1, not {self.budget}")
+        check_share("budget", self.budget)
         if self.mode == "deadline" and not (self.deadline_seconds is not None and 0 < self.deadline_seconds < np.inf):
             raise ValueError(f'mode "deadline" needs a positive deadline_seconds, not {self.deadline_seconds}')
         if self.mode == "budget" and self.deadline_seconds is not None:
@@ -59,12 +62,12 @@ class FedCS:
                     f"no client finishes within deadline_seconds = {self.deadline_seconds:g}; "
                     f"the quickest needs {quickest:.1f} s"
                 )
-            return full_model_plan(state, chosen, self.value_bits)
+            return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
         order = np.argsort(fleet.transfer_seconds, kind="stable")
         chosen = fill_budget(order, fleet.droppable_bits, self.budget * float(fleet.droppable_bits.sum()))
         if not chosen:
             raise ValueError(f"budget {self.budget} is less than any client's model")
-        return full_model_plan(state, chosen, self.value_bits)
+        return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

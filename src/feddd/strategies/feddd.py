@@ -25,6 +25,7 @@ from feddd.strategies.adapting import (
     trial_budget,
 )
 from feddd.strategies.protocol import (
+    Feedback,
     Fleet,
     Plan,
     ServerState,
@@ -49,6 +50,8 @@ class FedDD:
     rates: "differential" solves the linear programme, "uniform" gives everybody 1 − A
     broadcast_later: (round, h) pairs: from that round on another h, e.g. large early and small late, as the paper says
     value_bits: 32, or 8, 4 or 2 to send rounded differences; then equal models drop from round 1 on
+    error_feedback: "rounded" makes clients add what was rounded away to what they send later, "all" also what a
+    broadcast replaced before it was sent
     download: "paper" lets the allocation believe that a download shrinks with the rate of its own round; "fixed" tells
     it the truth: the coming download was decided by the last upload, or is the full model
 
@@ -56,8 +59,8 @@ class FedDD:
     `auto_rounds` rounds) of `auto_value`, or "progress", the greatest decrease of the loss per second
     broadcast_error: also broadcast when the mask errors since the last broadcast add up to this (in the simulator;
     a deployment cannot measure them and keeps to h)
-    leave_out: the share of the clients, those that contribute least per second, that stays out of a round;
-    max_absence: for so many rounds in a row at most
+    leave_out: the share of the clients, those that contribute least per second, that stays out of a round, if it does
+    not begin with a broadcast; max_absence: for so many rounds in a row at most
     """
 
     budget: float | Literal["auto"] = 0.6
@@ -69,6 +72,7 @@ class FedDD:
     rates: Literal["differential", "uniform"] = "differential"
     broadcast_later: tuple[tuple[int, int], ...] = ()
     value_bits: int = 32
+    error_feedback: Feedback = "none"
     download: Literal["paper", "fixed"] = "paper"
     auto_target: Target = "progress"
     auto_value: float = 0.0
@@ -90,7 +94,7 @@ class FedDD:
                 "broadcast_later takes (round, h) pairs with rounds that go up from 2 and h of at least 0 (0: never), "
                 f"not {[list(pair) for pair in self.broadcast_later]}"
             )
-        check_bits(self.value_bits)
+        check_bits(self.value_bits, self.error_feedback)
         periods = [self.broadcast_every, *(every for _, every in self.broadcast_later)]
         if self.value_bits < 32 and 0 in periods:
             raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
@@ -112,6 +116,8 @@ class FedDD:
             raise ValueError('budget = "auto" goes with rates = "differential"')
         if self.broadcast_error is not None and not self.broadcast_error > 0:
             raise ValueError(f"broadcast_error must be above 0, not {self.broadcast_error}")
+        if self.error_feedback == "all" and self.leave_out:
+            raise ValueError("error_feedback 'all' does not go with leave_out: what a client missed is not known to it")
         if not 0 <= self.leave_out < 1 or self.max_absence < 1:
             raise ValueError("leave_out must lie between 0 and 1, and max_absence be at least 1")
 
@@ -124,26 +130,29 @@ class FedDD:
             raise ValueError(f"always_send: the model has no layer {sorted(unknown)[0]!r}; its layers are {known}")
         if set(self.always_send) == set(fleet.layer_bits):
             raise ValueError("always_send names every layer: nothing is left to drop")
-        broadcast = self.broadcasts(state)
         # A first upload of everything tells the server what models there are; where they are equal it knows.
         drops = state.round > 0 or (self.value_bits < 32 and not fleet.heterogeneous)
         rates = self.dropout_rates(state, fleet) if drops else np.zeros(len(fleet))
-        # Who stayed out of the last round may have missed a broadcast.
-        returning = state.last_round < state.round
-        tells_coverage = number == 2 and fleet.heterogeneous and self.selector == "importance"
+        everything = self._gets_everything(state)
+        tells_coverage = self._tells_coverage(state, fleet)
         tasks = tuple(
             Task(
                 client=client,
                 dropout=float(rates[client]),
                 selector=self.selector,
                 always_send=self.always_send,
-                download=None if broadcast or returning[client] else state.masks[client],
+                download=None if everything[client] else state.masks[client],
                 coverage=tells_coverage,
+                feedback=self.error_feedback,
             )
             for client in range(len(fleet))
             if rates[client] < 1.0
         )
-        return Plan(number, tasks, self.value_bits, broadcast)
+        return Plan(number, tasks, self.value_bits, self.broadcasts(state))
+
+    def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
+        """Whether CR(k) goes down in the coming round: once, to everybody, as soon as the models are known."""
+        return state.round == 1 and fleet.heterogeneous and self.selector == "importance"
 
     def broadcasts(self, state: ServerState) -> bool:
         """Whether the coming round begins with the full model for everybody."""
@@ -153,6 +162,12 @@ class FedDD:
             return True
         return state.round == 0 or (every > 0 and state.round % every == 0)
 
+    def _gets_everything(self, state: ServerState) -> NDArray[np.bool_]:
+        """Who downloads the full model in the coming round: who failed in the last may have missed a broadcast."""
+        failed = state.last_round < state.round
+        failed[_left_out(state)] = False
+        return failed | self.broadcasts(state)
+
     def broadcast_period(self, number: int) -> int:
         """h in a round: the last of `broadcast_later` that has begun."""
         later = [every for turn, every in self.broadcast_later if turn <= number]
@@ -161,7 +176,8 @@ class FedDD:
     def dropout_rates(self, state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
         """D_n for the coming round, from what the last ones reported."""
         contributed = contribution(state, fleet)
-        out = staying_out(state, fleet, contributed, self.leave_out, self.max_absence)
+        share = 0.0 if self.broadcasts(state) or self._tells_coverage(state, fleet) else self.leave_out
+        out = staying_out(state, fleet, contributed, share, self.max_absence)
         rates = np.ones(len(fleet))
         if self.rates == "uniform" and self.budget != "auto":
             rates[~out] = 1.0 - self._within(self.budget, fleet, out)
@@ -173,7 +189,7 @@ class FedDD:
         seconds_per_bit = fleet.seconds_per_bit
         if self.download == "fixed":
             seconds_per_bit = 1.0 / fleet.uplink_bits_per_s
-            coming_bits = download_shares(state, self.broadcasts(state)) * droppable_bits
+            coming_bits = download_shares(state, self._gets_everything(state)) * droppable_bits
             constant_seconds = constant_seconds + coming_bits / fleet.downlink_bits_per_s
 
         def at(budget: float) -> Allocation:
@@ -210,7 +226,7 @@ class FedDD:
         if self.auto_target == "run_bytes":
             left = max(1, self.auto_rounds - state.round)
             allowed = max(0.0, allowed - _remembered(state, "spent", 0.0)) / left
-        shares = download_shares(state, self.broadcasts(state))
+        shares = download_shares(state, self._gets_everything(state))
         down = float((shares * fleet.droppable_bits + fleet.fixed_bits).sum()) / 8
         whole = float(fleet.droppable_bits.sum()) / 8
         return budget_for_bytes(allowed, down, float(fleet.fixed_bits.sum()) / 8, whole, least)
@@ -231,6 +247,10 @@ class FedDD:
         if self.broadcast_error is not None:
             drift = _remembered(state, "drift", 0.0) + float(np.nan_to_num(state.mask_error))
             memory |= {"drift": 0.0 if plan.broadcast else drift}
+        if self.leave_out:
+            asked = {task.client for task in plan.tasks}
+            fine = {*_left_out(state), *np.flatnonzero(state.last_round == state.round).tolist()}
+            memory |= {"left_out": sorted(fine - asked)}
         return digest(state, plan, uploads, model, memory=memory or None)
 
 
@@ -240,6 +260,11 @@ def _is_trial(memory: object) -> TypeGuard[dict[str, Any]]:
 
 def _remembered(state: ServerState, key: str, default: float) -> float:
     return float(state.memory.get(key, default)) if isinstance(state.memory, dict) else default
+
+
+def _left_out(state: ServerState) -> list[int]:
+    """The clients that have only not been asked since they last answered."""
+    return list(state.memory.get("left_out", [])) if isinstance(state.memory, dict) else []
 
 
 def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:

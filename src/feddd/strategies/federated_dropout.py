@@ -15,7 +15,7 @@ from feddd.strategies.protocol import (
     Plan,
     ServerState,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
@@ -35,7 +35,7 @@ class FederatedDropout:
 
     def __post_init__(self) -> None:
         check_widths((self.width,))
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """A fixed number of each hidden layer's units, uniformly at random."""

@@ -15,7 +15,7 @@ from feddd.strategies.protocol import (
     Plan,
     ServerState,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
@@ -47,7 +47,7 @@ class FedRolex:
     def __post_init__(self) -> None:
         check_widths(self.widths)
         check_assignment(self.assignment)
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """In round j ⌊width · N_l⌋ units of every hidden layer from unit (j − 1) mod N_l on, around its end."""

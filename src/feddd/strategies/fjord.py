@@ -14,7 +14,7 @@ from feddd.strategies.protocol import (
     Plan,
     ServerState,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
@@ -45,7 +45,7 @@ class FjORD:
         check_widths(self.widths)
         if self.greatest != "full":
             check_assignment(self.greatest)
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """The first ⌈p · N_l⌉ units of every hidden layer, p uniform over the widths that a client may have."""

@@ -14,7 +14,7 @@ from feddd.strategies.protocol import (
     Plan,
     ServerState,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
@@ -46,7 +46,7 @@ class HeteroFL:
     def __post_init__(self) -> None:
         check_widths(self.widths)
         check_assignment(self.assignment)
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """The first ⌈width · N_l⌉ units of every hidden layer, the same in every round."""

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.strategies.protocol import (
+    Feedback,
     Fleet,
     Plan,
     ServerState,
     Upload,
     check_bits,
+    check_share,
     digest,
     fill_budget,
     full_model_plan,
@@ -50,19 +52,20 @@ class Oort:
     """straggler_penalty: α, the power of T / t_n for clients slower than the preferred round time T
 
     value_bits: 32, or 8, 4 or 2 to send rounded differences
+    error_feedback: "rounded" makes clients add what was rounded away to what they send later; "all" is the same here
     """
 
     budget: float = 0.6
     mode: Literal["published", "budget"] = "published"
     straggler_penalty: float = 2.0
     value_bits: int = 32
+    error_feedback: Feedback = "none"
 
     def __post_init__(self) -> None:
-        check_bits(self.value_bits)
+        check_bits(self.value_bits, self.error_feedback)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if not 0.0 < self.budget <= 1.0:
-            raise ValueError(f"budget must lie above 0 and at most at 1, not {self.budget}")
+        check_share("budget", self.budget)
         if not (np.isfinite(self.straggler_penalty) and self.straggler_penalty >= 0):
             raise ValueError(f"straggler_penalty must be finite and at least 0, not {self.straggler_penalty}")
 
@@ -77,7 +80,7 @@ class Oort:
             chosen = self._explore_and_exploit(state, fleet, rng, allowance)
         if not chosen:
             raise ValueError(f"budget {self.budget} is less than any client's model")
-        return full_model_plan(state, chosen, self.value_bits)
+        return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ class Fleet:
         return self.transfer_seconds + self.compute_seconds
 
     def in_bits(self, bits: int) -> Fleet:
-        """The same fleet when values travel in so many bits."""
+        """The same fleet when values travel in so many bits; the scales, 32 bits for every unit, are left out."""
         share = bits / FLOAT_BITS
         if share == 1:
             return self
@@ -105,6 +105,11 @@ class Sparse:
     ternary: bool = False
 
 
+Feedback = Literal["none", "rounded", "all"]
+FEEDBACKS: tuple[Feedback, ...] = get_args(Feedback)
+"""What was rounded away, or also what a full download replaced before it was sent."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One client's part in a round: what it is sent, and what it is to send back.
@@ -114,6 +119,7 @@ class Task:
     submodel: the packed units of the sub-model that it is sent, trains and sends back whole; None for all of its model
     scaler: what the outputs of its hidden layers are divided by in training
     sparse: it sends some elements of its update, and keeps the rest for later; None for units
+    feedback: of what goes along with a later upload, because it was lost: "none", "rounded", "all"
     """
 
     client: int
@@ -125,6 +131,7 @@ class Task:
     submodel: bytes | None = None
     scaler: float = 1.0
     sparse: Sparse | None = None
+    feedback: Feedback = "none"
 
     @property
     def selects(self) -> bool:
@@ -134,7 +141,7 @@ class Task:
     @property
     def starts_afresh(self) -> bool:
         """Whether what the client kept from earlier rounds no longer matters."""
-        return self.download is None and self.sparse is None
+        return self.download is None and self.sparse is None and self.feedback == "none"
 
 
 @dataclass(frozen=True)
@@ -284,10 +291,10 @@ def digest(
     )
 
 
-def download_shares(state: ServerState, plan_broadcast: bool) -> Floats:
-    """The share of each client's model that its next download holds: all of it, or what it sent last."""
-    everything = np.array([plan_broadcast or mask is None for mask in state.masks])
-    return np.where(everything | np.isnan(state.kept_shares), 1.0, state.kept_shares)
+def download_shares(state: ServerState, everything: NDArray[np.bool_]) -> Floats:
+    """The share of each client's model that its next download holds: `everything`, or what it sent last."""
+    unknown = np.isnan(state.kept_shares) | np.array([mask is None for mask in state.masks])
+    return np.where(everything | unknown, 1.0, state.kept_shares)
 
 
 def known_or_mean(values: Floats) -> Floats:
@@ -306,10 +313,10 @@ def fill_budget(order: Sequence[int] | NDArray[np.int64], bits: Floats, allowanc
     return taken
 
 
-def check_participation(share: float) -> None:
-    """Refuse a share of the clients that is none."""
+def check_share(name: str, share: float) -> None:
+    """Refuse a share that is none, or more than all; name: the option's."""
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"participation must lie above 0 and at most at 1, not {share}")
+        raise ValueError(f"{name} must lie above 0 and at most at 1, not {share}")
 
 
 def draw_clients(clients: int, share: float, rng: np.random.Generator) -> list[int]:
@@ -318,12 +325,19 @@ def draw_clients(clients: int, share: float, rng: np.random.Generator) -> list[i
     return list(range(clients)) if count == clients else rng.choice(clients, count, replace=False).tolist()
 
 
-def full_model_plan(state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS) -> Plan:
+def full_model_plan(
+    state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS, *, feedback: Feedback = "none"
+) -> Plan:
     """A round of full models both ways for the chosen clients."""
-    return Plan(state.round + 1, tuple(Task(client) for client in sorted(clients)), bits, broadcast=True)
+    tasks = tuple(Task(client, feedback=feedback) for client in sorted(clients))
+    return Plan(state.round + 1, tasks, bits, broadcast=True)
 
 
-def check_bits(bits: int) -> None:
-    """Refuse a number of bits that no payload has."""
+def check_bits(bits: int, feedback: Feedback) -> None:
+    """Refuse a number of bits that no payload has, and error feedback where nothing is rounded away."""
     if bits not in (FLOAT_BITS, *BITS):
         raise ValueError(f"value_bits must be 32, 8, 4 or 2, not {bits}")
+    if feedback not in FEEDBACKS:
+        raise ValueError(f"error_feedback must be one of {', '.join(FEEDBACKS)}, not {feedback!r}")
+    if feedback != "none" and bits == FLOAT_BITS:
+        raise ValueError("error_feedback needs value_bits below 32: in float32 nothing is rounded away")

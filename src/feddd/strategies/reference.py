@@ -20,11 +20,9 @@ from torch import Tensor
 from feddd.core.blocks import block_bytes
 from feddd.core.payload import coverage_size, most_bytes, payload_sizes, unpack_mask
 from feddd.core.quantise import FLOAT_BITS, Coded, dequantise, quantise
-from feddd.core.stacks import put_stack, take_stack
 from feddd.core.streams import stream
 from feddd.core.submodel import slice_model
-from feddd.core.units import Units
-from feddd.strategies.client import complement
+from feddd.core.units import Mask, Units
 from feddd.strategies.protocol import Plan, Reference, ServerState, Task, Upload
 
 
@@ -96,18 +94,27 @@ def moved(reference: Mapping[str, Tensor], coded: Coded, table: Units) -> dict[s
     return moved | {alias: moved[name] for alias, name in table.aliases}
 
 
+def received(tasks: Sequence[Task], units: Units) -> Mask | None:
+    """The units that each client was sent in this round, stacked; None if all were sent all."""
+    if all(task.download is None for task in tasks):
+        return None
+    everything = units.full_mask()
+    own = [everything if task.download is None else unpack_mask(task.download, units) for task in tasks]
+    return {layer.name: torch.stack([mask[layer.name] for mask in own]) for layer in units.layers}
+
+
 def bases(
-    model: Mapping[str, Tensor], reference: Mapping[str, Tensor], tasks: Sequence[Task], units: Units
+    model: Mapping[str, Tensor], reference: Mapping[str, Tensor], received: Mask | None, units: Units
 ) -> dict[str, Tensor]:
-    """The model where a client was sent it in this round, the reference elsewhere; a stack."""
-    count = len(tasks)
-    stack = {slot.name: model[slot.name].expand(count, *slot.shape).clone() for slot in units.slots}
-    if any(task.download is not None for task in tasks):
-        everything = units.full_mask()
-        received = [everything if task.download is None else unpack_mask(task.download, units) for task in tasks]
-        rest = complement({layer.name: torch.stack([one[layer.name] for one in received]) for layer in units.layers})
-        known = {slot.name: reference[slot.name].expand(count, *slot.shape) for slot in units.slots}
-        put_stack(units, stack, rest, take_stack(units, known, rest))
+    """The model where a client was sent it in this round, the reference elsewhere: a stack, of one if all are alike."""
+    stack = {slot.name: model[slot.name][None] for slot in units.slots}
+    if received is None:
+        return stack
+    for layer in units.layers:
+        sent = received[layer.name].unsqueeze(2)
+        for slot in layer.slots:
+            new, old = (slot.stacked_rows(values[slot.name][None]) for values in (model, reference))
+            stack[slot.name] = slot.tensors(torch.where(sent.to(new.device), new, old))
     return stack
 
 

@@ -15,11 +15,10 @@ from feddd.strategies.protocol import (
     Sparse,
     Task,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
-from feddd.strategies.topk import check_share
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class STC:
     def __post_init__(self) -> None:
         check_share("share", self.share)
         check_share("download_share", self.download_share)
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """What the server's model has moved goes down; the clients' updates go up, both ternary."""

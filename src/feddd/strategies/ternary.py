@@ -30,9 +30,8 @@ class SparseSending(Sending):
         return whole if held < 0 else min(whole, sum(self.reference.sizes[held:]))
 
 
-def sparse_sending(state: ServerState, plan: Plan, table: Units, seed: int) -> SparseSending:
-    """What the server sends in a round of this plan: everything at first, then differences. Nothing is drawn."""
-    del seed
+def sparse_sending(state: ServerState, plan: Plan, table: Units) -> SparseSending:
+    """What the server sends in a round of this plan: everything at first, then differences."""
     assert plan.sparse is not None
     if state.reference is None:
         first = Reference(state.model, 0, np.full(len(state.masks), -1))

@@ -15,7 +15,7 @@ from feddd.strategies.protocol import (
     Sparse,
     Task,
     Upload,
-    check_participation,
+    check_share,
     digest,
     draw_clients,
 )
@@ -30,7 +30,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         check_share("share", self.share)
-        check_participation(self.participation)
+        check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """The full model down, the k greatest elements up."""
@@ -44,9 +44,3 @@ class TopK:
     ) -> ServerState:
         """Remember the new model."""
         return digest(state, plan, uploads, model)
-
-
-def check_share(name: str, share: float) -> None:
-    """Refuse a share of the elements that is none."""
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"{name} must lie above 0 and at most at 1, not {share}")
