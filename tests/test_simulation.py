@@ -2,7 +2,9 @@ import dataclasses
 import os
 import re
 import signal
+import struct
 from itertools import pairwise
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -296,6 +298,23 @@ def test_a_worker_lost_after_a_resume_goes_on_from_what_was_restored(world):
         resumed = [facts(next(run))]
         kill(simulation, 0)
         assert resumed + [facts(record) for record in run] == undisturbed[3:]
+
+
+def test_half_a_message_means_that_the_other_end_is_gone():
+    ours, theirs = Pipe()
+    with ours:
+        os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
+        theirs.close()
+        with pytest.raises(EOFError, match="during message"):
+            processes.receive(ours)
+
+
+def test_a_coordinator_that_leaves_while_it_speaks_ends_a_worker_without_a_trace(capfd):
+    worker = processes.WorkerProcess()
+    os.write(worker._connection.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
+    worker._connection.close()
+    assert worker.wait() == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_worker_that_always_dies_is_a_clear_error(world, monkeypatch):

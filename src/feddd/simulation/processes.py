@@ -29,6 +29,16 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def receive(connection: Connection) -> Any:
+    """The next message; EOFError if the other end closed, be it in the middle of a message."""
+    try:
+        return connection.recv()
+    except OSError as error:
+        if error.errno is None:  # what multiprocessing raises for half a message
+            raise EOFError(str(error)) from error
+        raise
+
+
 class WorkerProcess:
     """A process of its own, started afresh: no forked locks, no re-import of the caller's script."""
 
@@ -58,7 +68,7 @@ class WorkerProcess:
 
     def receive(self) -> Any:
         """The next message; EOFError or ConnectionError if the process is gone."""
-        return self._connection.recv()
+        return receive(self._connection)
 
     def wait(self) -> int:
         """Its exit code, when it has ended."""

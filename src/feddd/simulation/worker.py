@@ -12,6 +12,8 @@ import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
+from feddd.simulation.processes import receive
+
 
 def serve(connection: Connection) -> None:
     """Build the shard, then answer calls until the other end closes."""
@@ -22,11 +24,11 @@ def serve(connection: Connection) -> None:
         from feddd.simulation.workers import mapped
     except Exception:  # whatever goes wrong here and below belongs to the coordinator, with its trace
         problem = traceback.format_exc()
-    path, spec, layout = connection.recv()
+    path, spec, layout = receive(connection)
     samples = recv_handle(connection)
     sys.path[:] = path
     while True:
-        method, arguments = connection.recv()
+        method, arguments = receive(connection)
         result = None
         if problem is None:
             try:
