@@ -28,21 +28,6 @@ settings is given end by end, and so is its difference from the paper's.
 
 To repeat a number: its command, with the data sets fetched (`feddd data fetch mnist`, `fashion-mnist`, `cifar10`).
 """
-TESTBED = """
-## Testbed (the paper's figures 8 and 14)
-
-`feddd testbed testbed-cifar10-iid` and the other presets of that name deploy it. At the paper's size it was not run;
-what a scaled run gave is on the page about [Flower](flower.md).
-
-| the paper says | paper | ours |
-|---|---|---|
-| FedDD reaches 71 % IID, where FedAvg and Oort need about 3500 s | about 2000 s | not measured |
-| FedDD reaches 69 % Non-IID-a | about 3000 s | not measured |
-| FedDD reaches 60 % Non-IID-b | about 2300 s | not measured; scaled: 25 % in 646 s, the others not in 5 rounds |
-| selection rules under IID | equal | not measured |
-| selection rules under Non-IID-a | importance and delta fastest, max lowest | not measured |
-| selection rules under Non-IID-b | importance best | not measured |
-"""
 
 
 def publish(folder: Path, names: list[str]) -> None:
@@ -81,7 +66,7 @@ def numbers_page(docs: Path = DOCS) -> str:
         parts += [f"    {document['command']}" for document in found]
         head = ["the paper says", "paper", "ours", "ours − paper", "seeds", "scale"]
         parts.append(as_markdown([head, *(_row(claim.says, claim.paper, found) for claim in claims)]))
-    return "\n".join(f"{part}\n" for part in parts) + TESTBED
+    return "\n".join(f"{part}\n" for part in parts)
 
 
 def _row(says: str, paper: str, documents: list[dict[str, Any]]) -> list[str]:

@@ -79,6 +79,7 @@ def _all(
 
 
 _WIDTHS = ("heterogeneous-a", "heterogeneous-b")
+_TESTBED = ("testbed-cifar10",)
 
 FIGURES: tuple[PaperFigure, ...] = (
     PaperFigure(
@@ -91,6 +92,7 @@ FIGURES: tuple[PaperFigure, ...] = (
     PaperFigure("accuracy-noniid-a", "5", "Accuracy over time, Non-IID-a", "curves", _all("", ("noniid-a",))),
     PaperFigure("accuracy-noniid-b", "6", "Accuracy over time, Non-IID-b", "curves", _all("", ("noniid-b",))),
     PaperFigure("time-to-accuracy", "7", "Time to target accuracies, equal models", "targets", _all()),
+    PaperFigure("testbed", "8", "Accuracy over time, the testbed's setting", "curves", _all("", worlds=_TESTBED)),
     PaperFigure("heterogeneous", "9", "Accuracy over time, models of five widths", "curves", _all("", worlds=_WIDTHS)),
     PaperFigure(
         "time-to-accuracy-heterogeneous",
@@ -109,6 +111,13 @@ FIGURES: tuple[PaperFigure, ...] = (
     ),
     PaperFigure(
         "selection-cifar10", "13", "Selection rules on CIFAR-10", "curves", _all("-selectors", worlds=("cifar10",))
+    ),
+    PaperFigure(
+        "selection-testbed",
+        "14",
+        "Selection rules, the testbed's setting",
+        "curves",
+        _all("-selectors", worlds=_TESTBED),
     ),
     PaperFigure(
         "selection-heterogeneous",

@@ -20,12 +20,12 @@ from feddd.files import write_atomically
 from feddd.paper import theorem
 from feddd.paper.catalogue import PaperFigure
 from feddd.paper.cells import Cell, Store, cells
-from feddd.paper.claims import CLAIMS, DATASETS
+from feddd.paper.claims import CLAIMS
 from feddd.paper.drawing import draw_label_share, draw_learning_rates, draw_panels, draw_theorem
 from feddd.paper.measures import Answer
 from feddd.paper.motivation import LabelShare, label_share
 from feddd.paper.panels import Need, Panel, read_panel
-from feddd.paper.scales import Scale
+from feddd.paper.scales import WORLDS, Scale, world_of
 from feddd.paper.tables import (
     Drawn,
     Row,
@@ -179,19 +179,12 @@ def _notes(request: Request, figure: PaperFigure, needs: Sequence[Need]) -> list
         labels, samples, epochs = _LABEL_SHARE[request.scale.name]
         which = ", ".join(str(label) for label in labels)
         return [head, f"Labels {which}; {samples:,} training samples, {epochs} epochs, one seed."]
-    known = request.scale.words
-    names = [name for name in DATASETS if name in known and any(_dataset(need) == name for need in needs)]
+    worlds = dict.fromkeys(world_of(need.experiment) for need in needs)
     together: dict[str, list[str]] = {}
-    for name in names:
-        together.setdefault(known[name], []).append(DATASETS[name])
+    for world in (world for world in WORLDS if world in worlds and world in request.scale.words):
+        together.setdefault(request.scale.words[world], []).append(WORLDS[world])
     said = [f"{' and '.join(which)}: {words}." for words, which in together.items()]
     return [head, *said]
-
-
-def _dataset(need: Need) -> str:
-    """The data set the experiment stands for, whatever a smoke test takes instead."""
-    name = need.experiment.name
-    return next((dataset for dataset in DATASETS if name.startswith(dataset)), "cifar10")
 
 
 def _document(drawn: Drawn, answered: Sequence[tuple[Any, Answer, str]]) -> dict[str, Any]:
