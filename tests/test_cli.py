@@ -1,5 +1,6 @@
 """The command line as its users meet it: real processes, real folders."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from feddd.cli import main
-from feddd.experiments.results import SCHEMAS
+from feddd.experiments.results import SCHEMAS, load_results
+from feddd.reporting import print_summary
 
 TINY = """
 name = "tiny"
@@ -74,6 +76,17 @@ def test_a_run_prints_a_table_and_leaves_everything_behind(finished):
         *(f"model-{label}.safetensors" for label in ("feddd", "fedavg", "fedcs", "oort")),
     }
     assert not any(name.startswith(".") for name in left)
+
+
+def test_the_summary_leaves_out_a_target_rather_than_cut_a_column(finished, monkeypatch, capsys):
+    results = load_results(finished[0] / "out")
+    both = dataclasses.replace(results, config={**results.config, "targets": [0.15, 0.15]})
+    for width, times in ((200, 2), (60, 1)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_summary(both)
+        shown = capsys.readouterr().out
+        assert shown.count("to 15%") == times
+        assert "…" not in shown.partition("report:")[0]
 
 
 def test_tables_have_the_promised_columns_in_the_promised_order(finished):

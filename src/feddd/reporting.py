@@ -74,25 +74,10 @@ def print_summary(results: Results, clock: str = "simulated") -> None:
     """The table that a run ends with; clock: what its seconds are."""
     targets = [float(target) for target in results.config["targets"]]
     reached = [t for t in targets if any(_time(s, t)["seconds"] is not None for s in _strategies(results).values())]
-    table = Table(
-        title=f"{results.config['name']}: {results.config['rounds']} rounds, {clock} time",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 0, 0, 1),
-    )
-    shown = reached[-2:]  # what fits a terminal; the report has all
-    for column in ("strategy", "accuracy", clock, "bytes", *(f"to {target:.0%}" for target in shown)):
-        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
-    for label, summary in _strategies(results).items():
-        table.add_row(
-            escape(label),
-            _or_dash(summary["final_accuracy"], percent),
-            _or_dash(summary["clock_seconds"], human_seconds),
-            human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
-            *(_time_cell(_time(summary, target)) for target in shown),
-        )
     console = Console()
+    table = _summary_table(results, clock, reached[-2:])
+    if console.measure(table, options=console.options.update_width(1000)).maximum > console.width:
+        table = _summary_table(results, clock, reached[-1:])  # the report has all targets
     console.print(table)
     missed = [target for target in targets if target not in reached]
     if missed:
@@ -102,6 +87,27 @@ def print_summary(results: Results, clock: str = "simulated") -> None:
     if absent:
         console.print(absent, soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Table:
+    table = Table(
+        title=f"{results.config['name']}: {results.config['rounds']} rounds, {clock} time",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
+    )
+    for column in ("strategy", "accuracy", clock, "bytes", *(f"to {target:.0%}" for target in targets)):
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
+    for label, summary in _strategies(results).items():
+        table.add_row(
+            escape(label),
+            _or_dash(summary["final_accuracy"], percent),
+            _or_dash(summary["clock_seconds"], human_seconds),
+            human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
+            *(_time_cell(_time(summary, target)) for target in targets),
+        )
+    return table
 
 
 def _not_counted(results: Results) -> str:
