@@ -38,8 +38,19 @@ def _draw_exchange(panels: Sequence[Panel]) -> Figure:
     _fill(grid[1::2], panels, _curves_over_bytes)
     for axes in grid[: 2 * len(panels)]:
         axes.set_xscale("log")
+        _from_half_of_the_best(axes)
     _legend(drawn, grid)
     return drawn
+
+
+def _from_half_of_the_best(axes: Axes) -> None:
+    """Leave out the first rounds, which all methods pass alike, so that the differences can be seen."""
+    points = np.concatenate([np.empty((0, 2)), *(curve.get_xydata() for curve in axes.get_lines())])
+    if not len(points):
+        return
+    best = float(points[:, 1].max())
+    axes.set_xlim(left=float(points[points[:, 1] >= best / 2, 0].min()))
+    axes.set_ylim(bottom=best / 2)
 
 
 def _fill(grid: Sequence[Axes], panels: Sequence[Panel], draw: Callable[[Axes, Panel], None]) -> None:
