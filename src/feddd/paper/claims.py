@@ -18,6 +18,7 @@ from feddd.paper.measures import (
     off_by,
     over,
     round_time,
+    tenths,
     time_saved,
 )
 from feddd.paper.panels import Panels
@@ -78,7 +79,7 @@ def _gaps(figure: str, preset: str, where: str, numbers: dict[str, float]) -> li
         Claim(
             figure,
             f"{where}: final accuracy above {METHODS[other]}",
-            f"{number:+.1f} points" if number else "similar",
+            f"{tenths(number)} points" if number else "similar",
             number,
             gap(preset, other),
         )
