@@ -15,8 +15,10 @@ class RunError(RuntimeError):
     """A run cannot go on, through no fault of its input; the message is one line. Exit code 1."""
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint for a wrong name: the closest right one, or all of them."""
+def nearest(given: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint for a wrong name: the closest right one, else all of them, or what is said instead of so many."""
     names = list(known)
     close = difflib.get_close_matches(given, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return otherwise or f"known are {', '.join(names)}"

@@ -82,7 +82,8 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
     try:
         return read_text(path), str(path)
     except FileNotFoundError:
-        raise InputError(f"no preset or file {str(path_or_name)!r}; {nearest(str(path_or_name), known)}") from None
+        hint = nearest(str(path_or_name), known, "`feddd presets` lists the presets")
+        raise InputError(f"no preset or file {str(path_or_name)!r}; {hint}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
 
