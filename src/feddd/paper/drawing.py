@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from feddd.experiments.config import COMPARED
 from feddd.experiments.figures import draw_accuracy, draw_classes, draw_targets
 from feddd.experiments.plotting import look, note, panel_grid
 from feddd.paper.catalogue import PaperFigure
@@ -95,13 +96,16 @@ def _classes(axes: Axes, panel: Panel) -> None:
 
 def _budgets(axes: Axes, panel: Panel) -> None:
     """Final accuracy over the share of parameters uploaded, one line per method; FedAvg at 100 %."""
-    methods: dict[str, dict[float, list[float]]] = {}
+    # The order, and with it the colours, of the figures that compare methods.
+    methods: dict[str, dict[float, list[float]]] = {method: {} for method in COMPARED}
     for strategy in panel.experiment.strategy:
         budget = float(strategy.options.get("budget", 1.0))
         runs = panel.finished(strategy.label)
         if runs:
             methods.setdefault(strategy.name, {})[budget] = [accuracy(run, strategy.label) for run in runs]
     for place, (method, points) in enumerate(methods.items()):
+        if not points:
+            continue
         x = sorted(points)
         mean = np.array([fmean(points[budget]) for budget in x])
         low, high = (np.array([pick(points[budget]) for budget in x]) for pick in (min, max))
