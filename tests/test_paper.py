@@ -310,6 +310,15 @@ def test_a_range_over_settings_says_which_were_run() -> None:
     assert measures.off_by((20.0, 30.0), found.value) == "+3.5 / −6.5"
 
 
+def test_a_range_over_settings_names_those_that_were_run_and_never_got_there() -> None:
+    panels = {"a": made_up(CURVES, SECONDS), "b": made_up(CURVES, SECONDS)}
+    targets = {"a": 0.6, "b": 0.88}
+    found = measures.over(["a", "b"], lambda preset: measures.time_saved(preset, "fedcs", targets[preset]))(panels)
+    assert isinstance(found.value, tuple)
+    assert "settings run" not in found.words
+    assert found.words.endswith("b: fedcs never reaches 88 %")
+
+
 def test_the_best_rule_is_compared_with_the_best_of_the_others() -> None:
     panels = {"p": made_up(CURVES, SECONDS)}
     found = measures.best_rule("p", "feddd", ("fedavg", "fedcs"))(panels)

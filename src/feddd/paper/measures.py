@@ -170,9 +170,11 @@ def over(presets: Sequence[str], make: Callable[[str], Measure]) -> Measure:
         if not numbers:
             return next((one for one in found.values() if one is not NOT_RUN), NOT_RUN)
         low, high = min(numbers.values()), max(numbers.values())
-        where = "" if len(numbers) == len(presets) else f" ({len(numbers)} of {len(presets)} settings run)"
+        run = {preset.removesuffix("-budgets"): one for preset, one in found.items() if one is not NOT_RUN}
+        where = "" if len(run) == len(presets) else f" ({len(run)} of {len(presets)} settings run)"
         words = ", ".join(
-            f"{preset.removesuffix('-budgets')} {tenths(value, sign=False)}" for preset, value in numbers.items()
+            f"{name} {tenths(one.value, sign=False)}" if isinstance(one.value, float) else f"{name}: {one.words}"
+            for name, one in run.items()
         )
         seeds = min(found[preset].seeds for preset in numbers)
         return Answer(
