@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import feddd
@@ -300,6 +301,28 @@ def test_never_stays_never() -> None:
     some = measures.time_saved("p", "fedcs", 0.7)(panels)
     assert "never on 1 of 2 seeds" in some.words
     assert measures.never_reaches("p", "fedcs", 0.88)(panels).words == "never reaches 88 % on 2 of 2 seeds"
+
+
+def test_a_strategy_that_diverged_is_told_and_not_left_out_in_silence() -> None:
+    whole = made_up(CURVES, SECONDS)
+    rows = whole.runs[1].tables["rounds"]
+    early = rows.filter(pc.or_(pc.not_equal(rows["strategy"], "feddd"), pc.less(rows["round"], 3)))
+    cut = Results(Path("b"), {}, {}, {}, dict(whole.runs[1].tables) | {"rounds": early})
+    one, both = Panel(whole.experiment, (whole.runs[0], cut)), Panel(whole.experiment, (cut, cut))
+    assert "; diverged in round 3" in panel_table(one)[1][1]
+    assert panel_table(both)[1][1] == "diverged in round 3, 3"
+    found = measures.gap("p", "fedavg")({"p": both})
+    assert (found.words, found.value, found.seeds) == ("feddd diverged in round 3, 3", None, 2)
+
+
+def test_a_cell_that_diverges_does_not_keep_the_others_from_being_run(tmp_path: Path) -> None:
+    wild = tiny({"name": "fedavg"}, {"name": "feddd"}, training={"learning_rate": 1e30})
+    store = Store(tmp_path)
+    wanted = cells(wild, [0])
+    assert list(store.run(wanted, workers=1)) == wanted
+    assert store.missing(wanted) == []
+    panel = read_panel(store, Need(wild, (0,)))
+    assert [panel.diverged(label) for label in ("fedavg", "feddd")] == [[2], [2]]
 
 
 def test_a_range_over_settings_says_which_were_run() -> None:

@@ -6,6 +6,7 @@ FedDD with its defaults is the same cell in the comparison of methods, of select
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +25,7 @@ import pyarrow as pa
 from feddd.experiments.config import Experiment, construct
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.running import build_world, write_strategy
-from feddd.simulation.simulator import RoundRecord, Simulation
+from feddd.simulation.simulator import EverybodyDiverged, RoundRecord, Simulation
 
 VERSION = 1
 """Raised when a change of the simulator makes kept cells wrong."""
@@ -137,7 +138,9 @@ class Store:
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_strategy(simulation, cell.experiment, partial, lambda record: watch(cell, record) if watch else None)
+        # Where nobody's training ends in finite numbers the run is over; it would end there again, and its tables tell.
+        with contextlib.suppress(EverybodyDiverged):
+            write_strategy(simulation, cell.experiment, partial, lambda record: watch(cell, record) if watch else None)
         partial.replace(target)
 
     def combine(self, experiment: Experiment, seed: int) -> Results:

@@ -85,9 +85,18 @@ def _over_seeds(
 ) -> Measure:
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, labels)
-        return _answer(measure(runs), unit) if runs else NOT_RUN
+        return _answer(measure(runs), unit) if runs else _unfinished(panels, preset, labels)
 
     return answer
+
+
+def _unfinished(panels: Panels, preset: str, labels: Sequence[str]) -> Answer:
+    """Why there is no number: not run, or a strategy that diverged."""
+    for label in labels:
+        rounds = panels[preset].diverged(label) if preset in panels else []
+        if rounds:
+            return Answer(f"{label} diverged in round {', '.join(map(str, rounds))}", seeds=len(rounds))
+    return NOT_RUN
 
 
 def _runs(panels: Panels, preset: str, labels: Sequence[str]) -> list[Results]:
@@ -120,8 +129,10 @@ def time_saved(preset: str, other: str, target: float | None) -> Measure:
 
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, ("feddd", "fedavg", other))
-        found = _saved(panels[preset], runs, other, target) if runs else None
-        return found or (Answer("no target is reached by FedDD and FedAvg on every seed") if runs else NOT_RUN)
+        if not runs:
+            return _unfinished(panels, preset, ("feddd", "fedavg", other))
+        found = _saved(panels[preset], runs, other, target)
+        return found or Answer("no target is reached by FedDD and FedAvg on every seed")
 
     return answer
 
@@ -149,7 +160,7 @@ def never_reaches(preset: str, other: str, target: float) -> Measure:
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, ("feddd", "fedavg", other))
         if not runs:
-            return NOT_RUN
+            return _unfinished(panels, preset, ("feddd", "fedavg", other))
         used = reached_by_all(runs, ("feddd", "fedavg"), [target]) or reached_by_all(
             runs, ("feddd", "fedavg"), panels[preset].experiment.targets
         )
@@ -190,7 +201,7 @@ def best_rule(preset: str, ours: str, others: Sequence[str]) -> Measure:
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, (ours, *others))
         if not runs:
-            return NOT_RUN
+            return _unfinished(panels, preset, (ours, *others))
         means = {label: estimate([accuracy(run, label) for run in runs]).mean for label in (ours, *others)}
         best = max(others, key=lambda label: means[label])
         order = ", ".join(f"{label} {means[label]:.1f}" for label in sorted(means, key=lambda label: -means[label]))

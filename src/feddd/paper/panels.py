@@ -36,6 +36,11 @@ class Panel:
         rounds = self.experiment.rounds
         return [run for run in self.runs if all(rounds_done(run, label) >= rounds for label in labels)]
 
+    def diverged(self, label: str) -> list[int]:
+        """The rounds in which every client of a strategy diverged, of the seeds where that happened."""
+        done = [rounds_done(run, label) for run in self.runs]
+        return [rounds + 1 for rounds in done if 0 < rounds < self.experiment.rounds]
+
 
 def read_panel(store: Store, need: Need) -> Panel:
     """What the store has of an experiment."""
