@@ -81,6 +81,8 @@ def draw_accuracy(axes: Axes, shown: Sequence[Line], abscissa: Abscissa) -> bool
         }[abscissa]
     )
     axes.set_ylabel("test accuracy")
+    # Steps of which none is a fraction of a percent: 22.5 would be written as 22 or 23.
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(alpha=0.25)
     return bool(drawn)
