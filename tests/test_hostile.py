@@ -269,6 +269,13 @@ def test_a_number_that_is_none_is_refused(value: float, folder: Path) -> None:
         load_results(folder)
 
 
+def test_any_loss_that_float32_can_hold_is_read(folder: Path) -> None:
+    largest = float(np.finfo(np.float32).max)
+    row = {"strategy": ["a"], "seed": [0], "round": [1], "label": [0], "accuracy": [largest]}
+    write(folder, "classes", row)
+    assert load_results(folder).tables["classes"]["accuracy"].to_pylist() == [largest]
+
+
 def peak_bytes(folder: Path) -> int:
     before = pa.default_memory_pool().max_memory()
     tracemalloc.start()

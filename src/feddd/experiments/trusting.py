@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 ROWS_PER_BYTE, ROWS_BESIDES = 4, 100_000
 _MOST_CHARACTERS = 1000
 _WORDS = pa.dictionary(pa.int32(), pa.string())
-_MOST_INTEGER, _MOST_NUMBER = 2**53, 1e30
+_MOST_INTEGER, _MOST_NUMBER = 2**53, 1e39  # the loss of a model that is about to diverge may be any float32
 # What names a row; everything else is null where it is not known.
 _NEEDED = {"strategy", "seed", "round", "client", "status", "label"}
 
