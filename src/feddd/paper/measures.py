@@ -92,10 +92,9 @@ def _over_seeds(
 
 def _unfinished(panels: Panels, preset: str, labels: Sequence[str]) -> Answer:
     """Why there is no number: not run, or a strategy that diverged."""
-    for label in labels:
-        rounds = panels[preset].diverged(label) if preset in panels else []
-        if rounds:
-            return Answer(f"{label} diverged in round {', '.join(map(str, rounds))}", seeds=len(rounds))
+    for label in labels if preset in panels else ():
+        if words := panels[preset].divergence(label):
+            return Answer(f"{label} {words}", seeds=len(panels[preset].diverged(label)))
     return NOT_RUN
 
 

@@ -41,6 +41,11 @@ class Panel:
         done = [rounds_done(run, label) for run in self.runs]
         return [rounds + 1 for rounds in done if 0 < rounds < self.experiment.rounds]
 
+    def divergence(self, label: str) -> str:
+        """That in words; nothing where it did not happen."""
+        rounds = self.diverged(label)
+        return f"diverged in round {', '.join(map(str, rounds))}" if rounds else ""
+
 
 def read_panel(store: Store, need: Need) -> Panel:
     """What the store has of an experiment."""

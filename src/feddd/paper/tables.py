@@ -61,21 +61,15 @@ def panel_table(panel: Panel) -> Rows:
     for section in experiment.strategy:
         runs = panel.finished(section.label)
         if not runs:
-            rows.append([section.label, _why_not(panel, section.label), *[""] * (len(head) - 2)])
+            rows.append([section.label, panel.divergence(section.label) or "not run", *[""] * (len(head) - 2)])
             continue
         finals = [accuracy(run, section.label) for run in runs]
         each = f" ({', '.join(f'{value:.1f}' for value in finals)})" if len(finals) > 1 else ""
-        each += f"; {_why_not(panel, section.label)}" if panel.diverged(section.label) else ""
+        each += f"; {words}" if (words := panel.divergence(section.label)) else ""
         amount = human_bytes(fmean(_bytes(run, section.label) for run in runs))
         times = [_time(panel, section.label, reference, target) for target in experiment.targets]
         rows.append([section.label, f"{fmean(finals):.1f}{each}", amount, *times])
     return rows
-
-
-def _why_not(panel: Panel, label: str) -> str:
-    """In place of a number, or behind one that is not of all seeds."""
-    rounds = panel.diverged(label)
-    return f"diverged in round {', '.join(map(str, rounds))}" if rounds else "not run"
 
 
 def exchange_table(panel: Panel) -> Rows:
@@ -89,10 +83,10 @@ def exchange_table(panel: Panel) -> Rows:
     for section in experiment.strategy:
         label, runs = section.label, panel.finished(section.label)
         if not runs:
-            rows.append([label, _why_not(panel, label), *[""] * (len(rows[0]) - 2)])
+            rows.append([label, panel.divergence(label) or "not run", *[""] * (len(rows[0]) - 2)])
             continue
         final = shown(estimate([accuracy(run, label) for run in runs]), "%")
-        final += f"; {_why_not(panel, label)}" if panel.diverged(label) else ""
+        final += f"; {words}" if (words := panel.divergence(label)) else ""
         total = human_bytes(fmean(_bytes(run, label) for run in runs))
         spent = [
             text for goal in targets for text in (_time(panel, label, reference, goal), _bytes_to(panel, label, goal))
