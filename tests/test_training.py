@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from feddd.core.streams import stream
 from feddd.core.units import units
-from feddd.simulation.stacked import chain
+from feddd.simulation.stacked import is_chain
 from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Evaluation, Local, Samples, Training, batches, evaluate
 from feddd.world.models import build
@@ -60,6 +60,8 @@ def test_trainers_agree_with_torch_optim(name, trainer):
         first += count
     given = {key: stack.clone() for key, stack in before.items()}
     tolerance = 1e-8 if name == "cnn2" else 2e-6
+    if trainer == "stacked":
+        model = model.float()  # it takes no other models, but its sums work in whatever precision the stack has
     trained = make_trainer(model, units(model), trainer).train(before, Samples(images, labels), clients, training)
     assert all(torch.equal(before[key], given[key]) for key in given)
     for place, (after, losses) in enumerate(expected):
@@ -136,20 +138,20 @@ def test_divergence_is_noticed_in_loss_and_in_weights(client):
 
 
 def test_which_trainer_a_model_gets_follows_from_its_layers():
-    assert choose_trainer(build("mlp", (1, 28, 28), 10)) == "stacked"
-    assert choose_trainer(build("cnn1", (1, 28, 28), 10)) == "stacked"
-    assert choose_trainer(build("cnn2", (3, 32, 32), 10)) == "stacked"
+    assert choose_trainer(build("mlp", (1, 28, 28), 10)).name == "stacked"
+    assert choose_trainer(build("cnn1", (1, 28, 28), 10)).name == "stacked"
+    assert choose_trainer(build("cnn2", (3, 32, 32), 10)).name == "stacked"
     sizes = {
         name: make_trainer(model, units(model), "stacked").clients
         for name, model in (("mlp", build("mlp", (1, 28, 28), 10)), ("cnn2", build("cnn2", (3, 32, 32), 10)))
     }
     assert sizes == {"mlp": 12, "cnn2": 1}
     batch_norm = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-    assert choose_trainer(batch_norm) == "channels_last"
-    assert choose_trainer(nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.Dropout())) == "reference"
-    assert chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))) is None
-    assert chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3, bias=False))) is None
-    assert chain(nn.Linear(4, 3)) is None
+    assert choose_trainer(batch_norm).name == "channels_last"
+    assert choose_trainer(nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.Dropout())).name == "reference"
+    assert not is_chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
+    assert not is_chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 3, bias=False)))
+    assert not is_chain(nn.Linear(4, 3))
     with pytest.raises(ValueError, match="does not fit"):
         make_trainer(nn.Linear(4, 3), units(nn.Linear(4, 3)), "stacked")
 

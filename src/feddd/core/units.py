@@ -115,12 +115,14 @@ class Units:
     """The layer table of a model.
 
     `fixed` are tensors with no unit axis (scalars), always sent; `aliases` name tensors that another name holds
-    already (tied weights). Integer tensors appear nowhere: they are never sent nor averaged.
+    already (tied weights). `frozen` names the parameters that are not trained (requires_grad=False): they are part of
+    no layer, and like integer tensors never sent nor averaged.
     """
 
     layers: tuple[Layer, ...]
     fixed: tuple[Slot, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    frozen: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -256,7 +258,10 @@ class Units:
 
 
 def units(model: nn.Module | Params) -> Units:
-    """The layer table of a module; for a bare state_dict, tensors grouped by name prefix, units along axis 0."""
+    """The layer table of a module; for a bare state_dict, tensors grouped by name prefix, units along axis 0.
+
+    A module's frozen parameters (requires_grad=False) are left out; a bare state_dict cannot tell them, and has all.
+    """
     return _units_of_module(model) if isinstance(model, nn.Module) else _units_of_tensors(model)
 
 
@@ -283,11 +288,15 @@ def _units_of_module(model: nn.Module) -> Units:
     layers: list[Layer] = []
     fixed: list[Slot] = []
     aliases: list[tuple[str, str]] = []
+    frozen: list[str] = []
     owner: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         slots = []
         for local, tensor, buffer in _own_tensors(module):
             name = f"{prefix}.{local}" if prefix else local
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                frozen.append(name)
+                continue
             if not _carried(name, tensor):
                 continue
             if id(tensor) in owner:
@@ -303,7 +312,21 @@ def _units_of_module(model: nn.Module) -> Units:
             before = layers.pop()
             made = [dataclasses.replace(before, slots=before.slots + made[0].slots)]
         layers.extend(made)
-    return Units(tuple(layers), tuple(fixed), tuple(aliases))
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has nothing to train: all of its parameters are frozen (requires_grad=False)")
+    return Units(tuple(layers), tuple(fixed), tuple(aliases), tuple(frozen))
+
+
+def frozen_digest(params: Params, table: Units) -> str:
+    """Return what two ends share exactly when the values of their frozen parameters agree; "" if there are none."""
+    if not table.frozen:
+        return ""
+    digest = hashlib.sha256()
+    for name in table.frozen:
+        tensor = params[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 _NORMALISATION = (

@@ -36,7 +36,7 @@ from feddd.simulation.training import Evaluation, Local, Trained, Training, eval
 from feddd.simulation.watch import Watch
 from feddd.strategies.client import merge_stack, report_stack
 from feddd.strategies.feedback import keeping, residual_of
-from feddd.strategies.protocol import Task, Upload
+from feddd.strategies.protocol import Kind, Task, Upload
 from feddd.world import models
 
 
@@ -49,6 +49,7 @@ class ShardSpec:
     label_coverage: client → Σ_c min(C·dis_n^c, 1)
     test_chunks: chunk number → (start, end) of the test samples it evaluates
     coverage: CR(k) per layer of the global model, None if all models are equal
+    constants: the tensors of the model that never travel: frozen parameters, counters
     wire: send every payload through encode and decode instead of only charging its size
     state_dir: keep what clients hold between rounds in memory-mapped files there, None for in memory
     """
@@ -63,6 +64,7 @@ class ShardSpec:
     widths: Mapping[int, int]
     label_coverage: Mapping[int, float]
     test_chunks: Mapping[int, tuple[int, int]]
+    constants: Arrays
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
@@ -111,6 +113,8 @@ class Shard:
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
             module = models.build(spec.model, shape, spec.classes, width).to(device)
+            if width == 0:
+                module.load_state_dict(_from_arrays(spec.constants), strict=False)
             table = units(module)
             own = narrow_coverage(coverage, table) if coverage else None
             trainer = make_trainer(module, table, spec.training.trainer)
@@ -194,8 +198,8 @@ class Shard:
                 )
         return uploads, Partial(sent.sums(), full.sums() if full else None)
 
-    def _kind(self, task: Task) -> tuple[int, str, tuple[str, ...]]:
-        return self.spec.widths[task.client], task.selector, task.always_send
+    def _kind(self, task: Task) -> tuple[int, Kind]:
+        return self.spec.widths[task.client], task.kind
 
     def _train_stack(
         self,

@@ -29,13 +29,13 @@ from feddd.simulation.outlook import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
-from feddd.simulation.stacked import chain
+from feddd.simulation.stacked import is_chain
 from feddd.simulation.standing import Standing, kept_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
-from feddd.strategies.protocol import Plan, ServerState, Strategy, make_fleet, start
+from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
 from feddd.strategies.reference import Sending, reference_after, sending
 from feddd.strategies.ternary import sparse_sending
 from feddd.world import models
@@ -110,7 +110,7 @@ class Simulation:
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)
         self._convolves = convolves(module)
-        self._chain = chain(module) is not None
+        self._chain = is_chain(module)
         count = models.widths(world.model)
         self._tables = [self.units] + [
             units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
@@ -195,7 +195,11 @@ class Simulation:
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan of sub-models where they would not be networks."""
+        """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
+        try:
+            check_plan(plan, len(self.fleet))
+        except ValueError as error:
+            raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.submodel is not None for task in plan.tasks):
             raise InputError(f"model {self.world.model!r} has no sub-models: it is not a chain of layers with ReLU")
 
@@ -236,8 +240,10 @@ class Simulation:
         sent = Aggregator(state.model, units=self.units)
         sent.merge(total.sent)
         model = sent.result()
+        if plan.peculiar:
+            return model, None
         if total.full is None:
-            return model, None if plan.peculiar else 0.0
+            return model, 0.0
         full = Aggregator(state.model, units=self.units)
         full.merge(total.full)
         return model, mask_error(model, full.result(), self.units)
@@ -267,6 +273,8 @@ class Simulation:
         share = coverage(self.units, self._client_tables) if len(self._tables) > 1 else None
         ends = np.cumsum([len(part) for part in world.parts]).tolist()
         labels = label_coverage(label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes))
+        carried = {slot.name for slot in self.units.slots} | {alias for alias, _ in self.units.aliases}
+        constants = to_arrays({name: tensor for name, tensor in self.initial.items() if name not in carried})
         return [
             ShardSpec(
                 model=world.model,
@@ -279,6 +287,7 @@ class Simulation:
                 widths={n: self._width_of[n] for block in mine for n in blocks[block]},
                 label_coverage={n: float(labels[n]) for block in mine for n in blocks[block]},
                 test_chunks={chunk: bounds for chunk, bounds in chunks.items() if chunk % len(shares) == worker},
+                constants=constants,
                 coverage=None if share is None else to_arrays(share),
                 wire=wire,
                 state_dir=state_dir,

@@ -204,31 +204,90 @@ class Chain:
         return made
 
 
-def chain(model: nn.Module) -> Chain | None:
-    """The model as a chain, if it is [convolutions,] flatten, linear layers, with pooling and ReLU between."""
-    if not isinstance(model, nn.Sequential):
-        return None
-    modules = tuple(model.named_children())
+class Unfit(ValueError):
+    """Say why a model cannot be trained in stacks; the text completes "… because"."""
+
+
+def chain(model: nn.Module) -> Chain:
+    """Return the model as a chain, if it is exactly [convolutions,] flatten, linear layers, with pooling and ReLU
+    between; else raise `Unfit`.
+
+    Nothing is guessed: exact types, settings that the layers above implement, every module and parameter used once,
+    trained, and without hooks or code of its own.
+    """
+    if type(model) is not nn.Sequential:
+        raise Unfit(f"it is a {type(model).__name__}, not a plain nn.Sequential")
+    _check_untouched("the model", model)
+    modules = tuple((name, module) for name, module in model._modules.items() if module is not None)
+    seen: dict[int, str] = {}
+    for name, module in modules:
+        for part in (module, *module.parameters()):
+            if seen.setdefault(id(part), name) != name:
+                how = "is also used as" if part is module else "shares a parameter with"
+                raise Unfit(f"module {seen[id(part)]!r} {how} module {name!r}")
+        _check_layer(name, module)
     kinds = [type(module) for _, module in modules]
     if nn.Flatten not in kinds or nn.Linear in kinds[: kinds.index(nn.Flatten)]:
-        return None
-    if not all(_known(module) for _, module in modules) or kinds[-1] is not nn.Linear:
-        return None
+        raise Unfit("it has no nn.Flatten before its first linear layer")
+    if kinds[-1] is not nn.Linear:
+        raise Unfit(f"its last layer is a {kinds[-1].__name__}, not nn.Linear")
     return Chain(modules, dense=not any(kind in (nn.Conv2d, nn.MaxPool2d) for kind in kinds))
 
 
-def _known(module: nn.Module) -> bool:
-    """Whether the layer can be stacked: plain settings only."""
-    if isinstance(module, nn.Linear):
-        return module.bias is not None
-    if isinstance(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
-    if isinstance(module, nn.MaxPool2d):
-        return (module.padding, module.dilation, module.ceil_mode) == (0, 1, False)
-    if isinstance(module, nn.Conv2d):
-        plain = module.bias is not None and module.groups == 1 and module.padding_mode == "zeros"
-        return plain and not isinstance(module.padding, str)
-    return isinstance(module, nn.ReLU)
+def is_chain(model: nn.Module) -> bool:
+    """Whether `chain` takes the model."""
+    try:
+        chain(model)
+    except Unfit:
+        return False
+    return True
+
+
+def _check_layer(name: str, module: nn.Module) -> None:
+    """Refuse a layer that is not one of the five kinds with settings that are implemented here."""
+    where = f"module {name!r}"
+    settings: dict[str, tuple[object, ...]] = {}  # what is implemented, where there is a choice
+    if type(module) is nn.Conv2d:
+        settings = {"groups": (1,), "padding_mode": ("zeros",), "transposed": (False,)}
+        if isinstance(module.padding, str):
+            raise Unfit(f"{where} has padding {module.padding!r}, not a number")
+    elif type(module) is nn.MaxPool2d:
+        settings = {"padding": (0, (0, 0)), "dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)}
+    elif type(module) is nn.Flatten:
+        settings = {"start_dim": (1,), "end_dim": (-1,)}
+    elif type(module) not in (nn.Linear, nn.ReLU):
+        raise Unfit(f"{where} is a {type(module).__name__}, not nn.Conv2d, MaxPool2d, ReLU, Flatten or Linear itself")
+    for setting, known in settings.items():
+        if getattr(module, setting) not in known:
+            raise Unfit(f"{where} has {setting} {getattr(module, setting)!r}")
+    _check_untouched(where, module)
+    own = {local: tensor for local, tensor in module._parameters.items() if tensor is not None}
+    expected = {"weight", "bias"} if isinstance(module, nn.Linear | nn.Conv2d) else set()
+    if set(own) != expected or module._buffers:
+        raise Unfit(f"{where} has {', '.join([*own, *module._buffers]) or 'no parameters'}, not weight and bias")
+    for local, tensor in own.items():
+        _check_parameter(f"{name}.{local}", tensor)
+
+
+def _check_untouched(where: str, module: nn.Module) -> None:
+    """Refuse a module that does more than its class says: hooks, a forward of its own, evaluation mode."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in hooks):
+        raise Unfit(f"{where} has a hook")
+    if "forward" in vars(module) or "__call__" in vars(module):
+        raise Unfit(f"{where} has a forward of its own")
+    if not module.training:
+        raise Unfit(f"{where} is in evaluation mode")
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that is not trained as plain float32."""
+    if not parameter.requires_grad:
+        raise Unfit(f"parameter {name!r} is frozen")
+    if parameter.dtype != torch.float32:
+        raise Unfit(f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, not float32")
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise Unfit(f"parameter {name!r} has a hook")
 
 
 def _pair(value: int | Pair) -> Pair:

@@ -2,8 +2,10 @@
 
 - "stacked": chains of convolutions, pooling and linear layers, with gradients written out; small models in stacks of
   clients, large ones one client at a time;
-- "channels_last": other models with two-dimensional convolutions, one client at a time, pixels' channels together;
-- "reference": every other model, one client at a time. It is also the oracle that the others are tested against.
+- "channels_last": autograd for other models with two-dimensional convolutions, one client at a time, pixels' channels
+  together;
+- "reference": autograd for every other model, one client at a time. It is also the oracle: before a run the other two
+  have to agree with it on a first few steps (see `proof`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.units import Params, Units
-from feddd.simulation.stacked import chain, stack_trainer
-from feddd.simulation.training import Local, Samples, Trained, Training, train
+from feddd.simulation.stacked import Unfit, chain, stack_trainer
+from feddd.simulation.training import Local, Samples, Trained, Training, own_modes, train
 
 Train = Callable[[Params, Samples, Sequence[Local], Training], Trained]
 
@@ -34,11 +36,21 @@ class Trainer:
     clients: int
 
 
-def choose_trainer(model: nn.Module) -> str:
-    """The trainer for this model; it depends on nothing but the model's layers."""
-    if chain(model) is not None:
-        return "stacked"
-    return "channels_last" if convolves(model) else "reference"
+@dataclass(frozen=True)
+class Choice:
+    """A trainer's name, and why it is not a faster one; "" for the fastest."""
+
+    name: str
+    reason: str = ""
+
+
+def choose_trainer(model: nn.Module) -> Choice:
+    """Return the trainer for this model; it depends on nothing but the model's layers."""
+    try:
+        chain(model)
+    except Unfit as error:
+        return Choice("channels_last" if convolves(model) else "reference", str(error))
+    return Choice("stacked")
 
 
 def convolves(model: nn.Module) -> bool:
@@ -51,16 +63,19 @@ def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
     if name != "reference":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     if name == "stacked":
-        network = chain(model)
-        if network is None:
-            raise ValueError('trainer "stacked" does not fit this model; use "reference"')
+        try:
+            network = chain(model)
+        except Unfit as error:
+            raise ValueError(
+                f'trainer "stacked" does not fit this model: {error}; use "auto" or "reference"'
+            ) from error
         small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         return Trainer(stack_trainer(network), STACK if small else 1)
     return Trainer(_one_by_one(model, table), 1)
 
 
 def _one_by_one(model: nn.Module, table: Units) -> Train:
-    tensors = model.state_dict()
+    tensors, modes = model.state_dict(), own_modes(model)
     carried = {slot.name for slot in table.slots} | {alias for alias, _ in table.aliases}
     # Counters and the like are no part of what clients exchange: everybody starts from the same.
     initial = {name: tensor.clone() for name, tensor in tensors.items() if name not in carried}
@@ -73,7 +88,7 @@ def _one_by_one(model: nn.Module, table: Units) -> Train:
                 tensors[name].copy_(tensor)
             for slot in table.slots:
                 tensors[slot.name].copy_(before[slot.name][place])
-            losses.append(train(model, samples, client, training).double())
+            losses.append(train(model, samples, client, training, modes).double())
             for slot in table.slots:
                 after[slot.name][place].copy_(tensors[slot.name])
         mean = torch.stack([each.mean() for each in losses])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,9 +100,26 @@ def batches(samples: int, training: Training, rng: np.random.Generator) -> Itera
             yield order[start : start + training.batch_size]
 
 
-def train(model: nn.Module, samples: Samples, client: Local, training: Training) -> Tensor:
-    """Run the configured epochs on one client's data, changing the model; returns the loss of every sample seen."""
-    model.train()
+def own_modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return every module with the mode, training or evaluation, that the model's author gave it."""
+    if any(type(module).train is not nn.Module.train for module in model.modules()):
+        model.train()  # an own `train` is the other way to keep a layer in evaluation mode
+    return [(module, module.training) for module in model.modules()]
+
+
+def train(
+    model: nn.Module,
+    samples: Samples,
+    client: Local,
+    training: Training,
+    modes: Sequence[tuple[nn.Module, bool]] | None = None,
+) -> Tensor:
+    """Run the configured epochs on one client's data, changing the model; returns the loss of every sample seen.
+
+    modes: of a model that was evaluated in the meantime, see `own_modes`
+    """
+    for module, mode in own_modes(model) if modes is None else modes:
+        module.training = mode
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.

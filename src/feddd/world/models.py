@@ -12,6 +12,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,12 +112,27 @@ def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None
         raise InputError(f"model {name!r} gives outputs of shape {shape} per sample; the labels need ({classes},)")
 
 
+def import_from(folder: Path) -> None:
+    """Let modules of a folder be found, before those of the current folder and, like those, in workers too."""
+    if str(folder) not in sys.path:
+        current = [at for at, place in enumerate(sys.path) if place in ("", os.getcwd())]
+        sys.path.insert(current[0] if current else len(sys.path), str(folder))
+
+
+def import_folder(path: str) -> Path | None:
+    """The folder in which the package of "package.module:function" was found; None if it was not imported."""
+    package, _, _ = path.partition(":")[0].partition(".")
+    module = sys.modules.get(package)
+    source = next(iter(getattr(module, "__path__", ())), getattr(module, "__file__", None))
+    return None if source is None else Path(source).absolute().parent
+
+
 def import_object(path: str) -> Callable[..., Any]:
     """What "package.module:function" names; modules of the current folder are found too."""
     module_name, _, attribute = path.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
+    current = os.getcwd()
+    if current not in sys.path:
+        sys.path.append(current)
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:

@@ -1,0 +1,97 @@
+"""Proof that a fast trainer trains the user's model: its first steps against those of autograd, on real samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from feddd.core.streams import stream
+from feddd.core.units import units
+from feddd.simulation.samples import Layout, fill, from_buffer
+from feddd.simulation.trainers import Choice, choose_trainer, convolves, make_trainer
+from feddd.simulation.training import Local, Trained, Training
+from feddd.world.datasets import Dataset
+
+TOLERANCE = 1e-3
+"""How far the change of a tensor may be from autograd's, relative to its size: sums in another order differ by about
+1e-6, and whatever is really another model by far more."""
+ROUNDING = 1e-6
+"""What float32 cannot tell apart, relative to the size of the tensor itself."""
+STEADY_LEARNING_RATE = 0.05
+"""A larger learning rate would let the differences of rounding grow."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trainer is tried on.
+
+    build: makes the model, always with the same weights    part: one client's sample numbers
+    """
+
+    build: Callable[[], nn.Module]
+    data: Dataset
+    part: NDArray[np.int64]
+
+
+def settle_trainer(model: nn.Module, training: Training, trial: Trial | None) -> tuple[Training, str]:
+    """Replace "auto" by the fastest trainer that trains this very model; also return why it is not a faster one.
+
+    A trainer that was asked for by name is refused with a ValueError where it does not fit.
+    trial: None to believe what an earlier trial has found
+    """
+    choice = choose_trainer(model) if training.trainer == "auto" else Choice(training.trainer)
+    settled = dataclasses.replace(training, trainer=choice.name)
+    make_trainer(model, units(model), choice.name)
+    found = disagreement(trial, settled) if trial and choice.name != "reference" else None
+    if found is None:
+        return settled, choice.reason
+    if training.trainer != "auto":
+        raise ValueError(f'trainer "{choice.name}" does not fit this model: {found}; use "auto" or "reference"')
+    return dataclasses.replace(training, trainer="reference"), f'with "{choice.name}" {found}'
+
+
+def disagreement(trial: Trial, training: Training) -> str | None:
+    """Train one client for a batch and a half both ways; return what differs, or None if nothing does."""
+    build, data, part = trial.build, trial.data, trial.part
+    part = part[: training.batch_size + max(1, training.batch_size // 2)]
+    training = dataclasses.replace(training, epochs=1, learning_rate=min(training.learning_rate, STEADY_LEARNING_RATE))
+    before = {name: tensor.clone() for name, tensor in build().state_dict().items()}
+    expected = _trained(build(), data, part, dataclasses.replace(training, trainer="reference"))
+    try:
+        found = _trained(build(), data, part, training)
+    except (RuntimeError, ValueError, KeyError) as error:
+        return f"it fails with {' '.join(str(error).split())}"
+    for name, after in expected.after.items():
+        start = before[name].to(after.device)
+        apart = float((found.after[name] - after).norm())
+        if not apart <= TOLERANCE * float((after - start).norm()) + ROUNDING * float(start.norm()):
+            return f"it trains {name!r} otherwise than autograd does"
+    if not np.allclose(found.mean_loss, expected.mean_loss, rtol=TOLERANCE, equal_nan=True):
+        return "its loss is not that of autograd"
+    return None
+
+
+def _trained(model: nn.Module, data: Dataset, part: NDArray[np.int64], training: Training) -> Trained:
+    """Train the model as a worker does, from its own weights."""
+    layout = Layout(
+        train=len(part),
+        test=1,
+        image_shape=data.image_shape,
+        channels_last=training.trainer != "reference" and convolves(model),
+        scale=tuple(data.scale.tolist()),
+        shift=tuple(data.shift.tolist()),
+    )
+    arrays = from_buffer(bytearray(layout.nbytes), layout)
+    fill(arrays, dataclasses.replace(data, test_images=data.test_images[:1], test_labels=data.test_labels[:1]), [part])
+    samples, _ = arrays.tensors(training.device)
+    table = units(model.to(training.device))
+    trainer = make_trainer(model, table, training.trainer)
+    tensors = model.state_dict()
+    stack = {slot.name: tensors[slot.name].clone(memory_format=torch.contiguous_format)[None] for slot in table.slots}
+    return trainer.train(stack, samples, [Local(0, len(part), stream(0, "proof"))], training)
