@@ -88,6 +88,8 @@ def same(a: ServerState, b: ServerState) -> bool:
     arrays = ("losses", "oort_statistics", "samples", "label_coverage", "last_round")
     return (
         (a.round, a.masks, a.memory) == (b.round, b.masks, b.memory)
+        and a.client_memory.keys() == b.client_memory.keys()
+        and all(np.array_equal(a.client_memory[name], b.client_memory[name]) for name in a.client_memory)
         and all(np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True) for name in arrays)
         and a.model.keys() == b.model.keys()
         and all(torch.equal(a.model[name], b.model[name]) for name in a.model)

@@ -37,7 +37,13 @@ def through_a_file(before: ServerState) -> ServerState:
     return unpack_state(load(save(tensors)), json.loads(json.dumps(document)), before.model)
 
 
-@pytest.mark.parametrize("memory", [None, Pacer(35.0, (0.1, 1e300)), {"a": [1, 2.5, None, True, "x"]}, [], 0.1])
+PLAIN: list[object] = [
+    *(None, Pacer(35.0, (0.1, 1e300)), {"a": [1, 2.5, None, True, "x"]}, [], 0.1, (1, [2, ()]), float("inf")),
+    {"list": {"tensor": "memory.0"}},
+]
+
+
+@pytest.mark.parametrize("memory", PLAIN, ids=str)
 def test_a_state_comes_back_as_it_was(memory: object) -> None:
     before = state(memory)
     after = through_a_file(before)
@@ -54,7 +60,23 @@ def test_a_state_comes_back_as_it_was(memory: object) -> None:
         assert (after.model[name].dtype, after.model[name].stride()) == (tensor.dtype, tensor.stride())
 
 
-@pytest.mark.parametrize("memory", [(1,), np.float64(1.0), {1: 2}, {"a": (1,)}, object(), {"a": {1}}])
+def test_tensors_and_arrays_in_a_memory_come_back_as_they_were() -> None:
+    moments = {"m": torch.rand(3, 2).T, "v": [torch.tensor(2, dtype=torch.int64), np.array([[1.5, np.nan]])]}
+    before = dataclasses.replace(state(moments), client_memory={"left_out": np.array([True, False, True])})
+    after = through_a_file(before)
+    assert isinstance(after.memory, dict)
+    assert torch.equal(after.memory["m"], moments["m"])  # type: ignore[arg-type]
+    assert torch.equal(after.memory["v"][0], torch.tensor(2))
+    assert isinstance(after.memory["v"][1], np.ndarray)
+    assert np.array_equal(after.memory["v"][1], np.array([[1.5, np.nan]]), equal_nan=True)
+    assert after.client_memory["left_out"].tolist() == [True, False, True]
+    assert after.client_memory["left_out"].dtype == np.bool_
+    after.memory["v"][1][:] = 0.0  # memory of its own, to be written to
+
+
+@pytest.mark.parametrize(
+    "memory", [np.float64(1.0), {1: 2}, object(), {"a": {1}}, np.array([object()])], ids=lambda one: type(one).__name__
+)
 def test_a_memory_that_would_come_back_as_something_else_is_refused(memory: object) -> None:
     with pytest.raises(CannotBeSaved, match="cannot hold the memory"):
         pack_state(state(memory))
@@ -62,7 +84,19 @@ def test_a_memory_that_would_come_back_as_something_else_is_refused(memory: obje
 
 @pytest.mark.parametrize(
     "change",
-    [{"round": ...}, {"masks": ...}, {"masks": 3}, {"masks": [1]}, {"masks": ["zz"]}, {"memory": 3}, {"memory": {}}],
+    [
+        {"round": ...},
+        {"masks": ...},
+        {"masks": 3},
+        {"masks": [1]},
+        {"masks": ["zz"]},
+        {"memory": []},
+        {"memory": {}},
+        {"memory": {"array": "model.count"}},
+        {"memory": {"tensor": "memory.9"}},
+        {"client_memory": None},
+        {"client_memory": {"dict": {"a": 1}}},
+    ],
     ids=str,
 )
 def test_a_document_that_was_never_written_is_an_expected_error(change: dict[str, Any]) -> None:

@@ -237,21 +237,23 @@ class FedDD:
         """Remember the new model, the losses and the masks, and what the next choices need."""
         memory: dict[str, Any] = {}
         if self.budget == "auto" and self.auto_target == "progress":
-            memory = state.memory if _is_trial(state.memory) else begin_trials(0.6)
+            memory = dict(state.memory) if _is_trial(state.memory) else begin_trials(0.6)
             loss, least = mean_loss(uploads), 1.0 - self.max_dropout
             if not np.isnan(loss):
                 memory = after_trial(memory, plan.round, loss, seconds_of(uploads, fleet), least)
         if self.budget == "auto" and self.auto_target == "run_bytes":
             sent = sum(upload.upload_bytes + upload.download_bytes for upload in uploads)
-            memory |= {"spent": _remembered(state, "spent", 0.0) + float(sent)}
+            memory["spent"] = _remembered(state, "spent", 0.0) + float(sent)
         if self.broadcast_error is not None:
             drift = _remembered(state, "drift", 0.0) + float(np.nan_to_num(state.mask_error))
-            memory |= {"drift": 0.0 if plan.broadcast else drift}
+            memory["drift"] = 0.0 if plan.broadcast else drift
+        by_client: dict[str, NDArray[np.bool_]] = {}
         if self.leave_out:
-            asked = {task.client for task in plan.tasks}
-            fine = {*_left_out(state), *np.flatnonzero(state.last_round == state.round).tolist()}
-            memory |= {"left_out": sorted(fine - asked)}
-        return digest(state, plan, uploads, model, memory=memory or None)
+            left_out = _left_out(state) | (state.last_round == state.round)
+            # Nobody is left out of a broadcast: who was not asked was not there, and has missed it.
+            left_out[[task.client for task in plan.tasks] if not plan.broadcast else slice(None)] = False
+            by_client["left_out"] = left_out
+        return digest(state, plan, uploads, model, memory or None, by_client)
 
 
 def _is_trial(memory: object) -> TypeGuard[dict[str, Any]]:
@@ -262,9 +264,10 @@ def _remembered(state: ServerState, key: str, default: float) -> float:
     return float(state.memory.get(key, default)) if isinstance(state.memory, dict) else default
 
 
-def _left_out(state: ServerState) -> list[int]:
-    """The clients that have only not been asked since they last answered."""
-    return list(state.memory.get("left_out", [])) if isinstance(state.memory, dict) else []
+def _left_out(state: ServerState) -> NDArray[np.bool_]:
+    """Return which clients have only not been asked since they last answered."""
+    nobody = np.zeros(len(state.masks), dtype=np.bool_)
+    return state.client_memory.get("left_out", nobody).copy()
 
 
 def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:

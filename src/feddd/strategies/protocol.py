@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,10 @@ FEEDBACKS: tuple[Feedback, ...] = get_args(Feedback)
 """What was rounded away, or also what a full download replaced before it was sent."""
 
 
+Kind = tuple[str, tuple[str, ...], bool, tuple[float, bool], Feedback]
+"""What clients must have in common to go through a round as one stack."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One client's part in a round: what it is sent, and what it is to send back.
@@ -137,6 +141,12 @@ class Task:
     def selects(self) -> bool:
         """Whether the client chooses units to leave out."""
         return self.dropout > 0.0 and self.submodel is None and self.sparse is None
+
+    @property
+    def kind(self) -> Kind:
+        """What distinguishes tasks that cannot be carried out together; only rates and masks may differ in a stack."""
+        sparse = (self.sparse.share, self.sparse.ternary) if self.sparse else (0.0, False)
+        return self.selector, self.always_send, self.submodel is not None, sparse, self.feedback
 
     @property
     def starts_afresh(self) -> bool:
@@ -205,7 +215,8 @@ class ServerState:
 
     round: rounds digested so far    masks: of each client's last counted upload; None if it holds no state
     last_round: when it last took part, 0 for never    kept_shares: of the model that its last upload held
-    memory: what one method needs besides
+    memory: what one method needs besides; numbers, strings, arrays, tensors, and lists and dicts of them can be saved
+    client_memory: the same for each client, arrays [clients] by name; they follow the clients that are there
     reference: what differences are taken to, None where values travel as they are    mask_error: of the last round,
     NaN if nobody can measure it; whoever drives the rounds keeps these two
     """
@@ -220,8 +231,36 @@ class ServerState:
     kept_shares: Floats
     last_round: NDArray[np.int64]
     memory: object = None
+    client_memory: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     reference: Reference | None = None
     mask_error: float = math.nan
+
+
+def check_plan(plan: Plan, clients: int) -> None:
+    """Refuse a plan that asks somebody for things that exclude each other, before anything is sent."""
+    asked = [task.client for task in plan.tasks]
+    if len(set(asked)) < len(asked) or not all(0 <= client < clients for client in asked):
+        raise ValueError(f"a plan must name each of its clients once, by numbers from 0 to {clients - 1}")
+    for task in plan.tasks:
+        wrong = _contradiction(task, plan)
+        if wrong:
+            raise ValueError(f"the plan asks client {task.client} for {wrong}")
+
+
+def _contradiction(task: Task, plan: Plan) -> str:
+    """Return what in a task excludes something else; "" if nothing does."""
+    rounded = plan.bits != FLOAT_BITS
+    if task.submodel is not None and (rounded or plan.sparse is not None):
+        return f"a sub-model, in {plan.bits} bits" if rounded else "a sub-model, beside a sparse download"
+    if task.submodel is not None and (task.sparse is not None or task.download is not None or task.feedback != "none"):
+        return "a sub-model, and a sparse update, a masked download or error feedback besides"
+    if task.sparse is not None and (rounded or task.download is not None or task.feedback != "none"):
+        return "a sparse update, and values in a few bits, a masked download or error feedback besides"
+    if plan.sparse is not None and task.sparse is None:
+        return "a model, but is sent a sparse difference"
+    if task.feedback != "none" and not rounded:
+        return "error feedback in float32, where nothing is rounded away"
+    return ""
 
 
 class Strategy(Protocol):
@@ -255,12 +294,20 @@ def start(model: Mapping[str, Tensor], clients: int) -> ServerState:
 
 
 def digest(
-    state: ServerState, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor], memory: object = None
+    state: ServerState,
+    plan: Plan,
+    uploads: Sequence[Upload],
+    model: Mapping[str, Tensor],
+    memory: object = None,
+    client_memory: Mapping[str, NDArray[Any]] | None = None,
 ) -> ServerState:
     """What every method does after a round: remember the model, the reports and the masks of those that counted.
 
     A client whose upload did not count no longer shares a mask with the server: it gets the full model next.
     """
+    for name, array in (client_memory or {}).items():
+        if not (isinstance(array, np.ndarray) and array.shape == (len(state.masks),)):
+            raise ValueError(f"client_memory {name!r} must be an array with a number for each of the clients")
     masks = list(state.masks)
     losses, statistics = state.losses.copy(), state.oort_statistics.copy()
     samples, label_coverage = state.samples.copy(), state.label_coverage.copy()
@@ -288,6 +335,7 @@ def digest(
         kept_shares=kept_shares,
         last_round=last_round,
         memory=memory,
+        client_memory=client_memory or {},
     )
 
 

@@ -38,7 +38,8 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     document = {
         "round": state.round,
         "masks": [None if mask is None else mask.hex() for mask in state.masks],
-        "memory": _memory(state.memory),
+        "memory": _packed_memory(state.memory, tensors),
+        "client_memory": _packed_memory(dict(state.client_memory), tensors),
         "mask_error": None if math.isnan(state.mask_error) else state.mask_error,
         "reference": _packed(reference) if reference else None,
     }
@@ -54,11 +55,18 @@ def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], lik
     for name, array in arrays.items():
         kind = np.int64 if name == "last_round" else np.float64
         expect(array.dtype == kind and array.shape == (len(masks),), name)
+    client_memory = _memory_of(document["client_memory"], tensors)
+    expect(
+        isinstance(client_memory, dict)
+        and all(isinstance(one, np.ndarray) and one.shape == (len(masks),) for one in client_memory.values()),
+        "memory",
+    )
     return ServerState(
         round=number,
         model=_model("model.", tensors, like),
         masks=masks,
-        memory=_remembered(document["memory"]),
+        memory=_memory_of(document["memory"], tensors),
+        client_memory=client_memory,
         reference=_reference(document["reference"], tensors, like, len(masks)),
         mask_error=math.nan if document["mask_error"] is None else float(document["mask_error"]),
         **arrays,
@@ -100,35 +108,55 @@ def _form(model: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
 
 
-def _memory(memory: object) -> dict[str, Any] | None:
-    """What one method remembers besides: Oort's pacer, or anything that comes back from JSON as it was."""
-    if memory is None:
-        return None
+def _packed_memory(memory: object, tensors: dict[str, Tensor]) -> Any:
+    """Write a strategy's memory as JSON; what is a tensor or an array goes into `tensors`.
+
+    Plain values stay what they are, everything else becomes {kind: content}, so that all comes back as it was.
+    """
+    if memory is None or type(memory) in (bool, int, str):
+        return memory
+    if type(memory) is float:
+        return memory if math.isfinite(memory) else {"float": repr(memory)}
     if isinstance(memory, Pacer):
         return {"pacer": dataclasses.asdict(memory)}
-    if _is_plain(memory):
-        return {"plain": memory}
-    raise CannotBeSaved(
-        f"a checkpoint cannot hold the memory of this strategy ({type(memory).__name__}); "
-        "None, numbers, strings, lists and dicts with string keys can be saved"
-    )
+    if type(memory) in (list, tuple):
+        return {type(memory).__name__: [_packed_memory(item, tensors) for item in memory]}  # type: ignore[attr-defined]
+    if type(memory) is dict and all(type(key) is str for key in memory):
+        return {"dict": {key: _packed_memory(item, tensors) for key, item in memory.items()}}
+    tensor = memory if isinstance(memory, Tensor) else None
+    if isinstance(memory, np.ndarray) and memory.dtype.kind in "biuf":
+        tensor = torch.from_numpy(np.array(memory))
+    if tensor is None:
+        raise CannotBeSaved(
+            f"a checkpoint cannot hold the memory of this strategy ({type(memory).__name__}); None, numbers, strings, "
+            "arrays, tensors, and lists, tuples and dicts with string keys of them can be saved"
+        )
+    name = f"memory.{sum(key.startswith('memory.') for key in tensors)}"
+    tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return {"tensor" if tensor is memory else "array": name}
 
 
-def _is_plain(value: object) -> bool:
-    """Exact types: a tuple, a subclass or a number of NumPy's would come back as something else."""
-    if type(value) is list:
-        return all(_is_plain(item) for item in value)
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)
+def _memory_of(document: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undo `_packed_memory`."""
+    if not isinstance(document, dict):
+        expect(document is None or type(document) in (bool, int, float, str), "memory")
+        return document
+    ((kind, content),) = document.items()
+    if kind == "float":
+        return float(content)
+    if kind in ("list", "tuple"):
+        items = [_memory_of(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "dict":
+        return {key: _memory_of(item, tensors) for key, item in content.items()}
+    if kind == "pacer":
+        return _pacer(content)
+    expect(kind in ("tensor", "array") and type(content) is str and content.startswith("memory."), "memory")
+    return tensors[content].clone() if kind == "tensor" else tensors[content].numpy().copy()
 
 
-def _remembered(document: Mapping[str, Any] | None) -> object:
-    if document is None:
-        return None
-    if "plain" in document:
-        return document["plain"]
-    percentile, gained = document["pacer"]["percentile"], tuple(document["pacer"]["gained"])
+def _pacer(document: Mapping[str, Any]) -> Pacer:
+    percentile, gained = document["percentile"], tuple(document["gained"])
     expect(type(percentile) is float and 0 <= percentile <= 100, "pacer")
     expect(all(type(one) in (int, float) and math.isfinite(one) for one in gained), "pacer")
     return Pacer(percentile, gained)
