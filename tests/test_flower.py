@@ -84,7 +84,7 @@ def strategy_of(world: World, method: Any, facts: list[RoundFacts], **options: A
         links=links_of(world),
         deadline_seconds=options.pop("deadline_seconds", 30.0),
         poll_seconds=0.01,
-        on_round=facts.append,
+        on_round=options.pop("on_round", facts.append),
         **options,
     )
 
@@ -179,7 +179,7 @@ def test_too_few_answers_stop_the_run_with_an_explanation(tmp_path: Path) -> Non
     def at(number: int, _: ArrayRecord) -> None:
         grid.silent = {1000, 1001, 1002} if number == 1 else set()
 
-    with pytest.raises(RunError, match="only 3 of 6 clients answered"):
+    with pytest.raises(RunError, match=r"only 3 of 6 clients counted in round 2, and 4 are needed.*client 1: late"):
         strategy.start(grid, initial(world), 2, evaluate_fn=at)  # type: ignore[arg-type]
 
 
@@ -280,10 +280,14 @@ def test_a_client_that_moves_to_another_node_keeps_its_place_and_state(tmp_path:
             nodes[2000] = nodes.pop(1005)
             grid.nodes = nodes
 
-    strategy.start(grid, initial(world), 3, evaluate_fn=at)  # type: ignore[arg-type]
+    strategy.start(grid, initial(world), 6, evaluate_fn=at)  # type: ignore[arg-type]
     assert [member.name for member in facts[-1].members] == [str(n) for n in range(6)]
-    assert facts[-1].uploads[5].status == "ok"
-    assert facts[-1].uploads[5].download_bytes < facts[0].uploads[5].download_bytes
+    back = next(fact.round for fact in facts[2:] if len(fact.uploads) == 6)
+    assert 4 <= back < 6  # round 3 does not wait for it
+    assert all(upload.status == "ok" for fact in facts for upload in fact.uploads)
+    full = facts[0].uploads[5].download_bytes
+    assert facts[back - 1].uploads[5].download_bytes == full
+    assert facts[-1].uploads[5].download_bytes < full
 
 
 def test_a_client_that_joins_late_is_told_everything_and_counts(tmp_path: Path) -> None:
@@ -295,11 +299,12 @@ def test_a_client_that_joins_late_is_told_everything_and_counts(tmp_path: Path) 
     def at(number: int, _: ArrayRecord) -> None:
         grid.offline = set() if number == 2 else grid.offline
 
-    strategy.start(grid, initial(world), 4, evaluate_fn=at)  # type: ignore[arg-type]
-    assert [len(fact.uploads) for fact in facts] == [5, 5, 6, 6]
+    strategy.start(grid, initial(world), 6, evaluate_fn=at)  # type: ignore[arg-type]
+    assert [len(fact.uploads) for fact in facts[:3]] == [5, 5, 5]  # round 3 does not wait for its introduction
+    joined = next(fact for fact in facts if len(fact.uploads) == 6)
     assert all(upload.status == "ok" for fact in facts for upload in fact.uploads)
-    late = facts[2].members.index(dataclasses.replace(facts[2].members[0], name="3"))
-    assert facts[2].uploads[late].download_bytes == facts[0].uploads[0].download_bytes
+    late = joined.members.index(dataclasses.replace(joined.members[0], name="3"))
+    assert joined.uploads[late].download_bytes == facts[0].uploads[0].download_bytes
 
 
 # Refusals
@@ -468,7 +473,7 @@ def test_a_client_that_comes_back_with_another_sub_model_does_not_keep_its_mask(
         if number == 2:
             grid.nodes = {1: grid.nodes[1], 3: (shifty, {"client-id": "b", "sub-model": 1})}  # type: ignore[dict-item]
 
-    strategy.start(grid, ArrayRecord(dict(sizes[0].state_dict())), 3, evaluate_fn=at)  # type: ignore[arg-type]
+    strategy.start(grid, ArrayRecord(dict(sizes[0].state_dict())), 6, evaluate_fn=at)  # type: ignore[arg-type]
     assert [upload.status for upload in facts[-1].uploads] == ["ok", "ok"]
 
 
@@ -603,11 +608,9 @@ def test_a_train_function_that_does_not_fit_is_told_what_is_missing(
     def train_it(message: Message, _: Context) -> Message:
         return Message(RecordDict(dict(content)), reply_to=message)
 
-    facts: list[RoundFacts] = []
-    strategy = FedDDStrategy(FedDD(), nn.Linear(4, 3), poll_seconds=0.01, on_round=facts.append, min_clients=1)
-    strategy.start(MemoryGrid({7: (app, {})}), ArrayRecord(dict(nn.Linear(4, 3).state_dict())), 1)
-    assert facts[0].uploads[0].status.startswith("lost: ")
-    assert reason in facts[0].uploads[0].status
+    strategy = FedDDStrategy(FedDD(), nn.Linear(4, 3), poll_seconds=0.01, deadline_seconds=0.1, min_clients=1)
+    with pytest.raises(RunError, match=f"only 0 of 1 clients counted.*client 7: lost: .*{reason}"):
+        strategy.start(MemoryGrid({7: (app, {})}), ArrayRecord(dict(nn.Linear(4, 3).state_dict())), 1)
 
 
 def test_evaluation_at_the_clients_is_off_unless_asked_for_and_charged(tmp_path: Path) -> None:

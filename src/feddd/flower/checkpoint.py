@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from feddd.core.payload import unpack_mask
+from feddd.core.units import Units
 from feddd.errors import InputError
 from feddd.files import parse_json, write_atomically
 from feddd.flower.registry import Member
 from feddd.strategies.protocol import ServerState
 from feddd.strategies.saving import MALFORMED, expect, pack_state, unpack_state
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ def load_checkpoint(path: Path, like: Mapping[str, Tensor]) -> Checkpoint:
         return _checkpoint(document, unpack_state(tensors, document, like))
     except MALFORMED as error:
         raise InputError(f"{path} is not a checkpoint that can be used: {type(error).__name__} {error}") from error
+
+
+def check_members(found: Checkpoint, tables: Sequence[Units], path: Path) -> None:
+    """Refuse a checkpoint whose clients have sub-models that there are not, or masks that do not fit them."""
+    try:
+        for member, mask in zip(found.members, found.state.masks, strict=True):
+            if member.sub_model >= len(tables):
+                raise ValueError(f"client {member.name!r} has sub-model {member.sub_model}")
+            if mask is not None:
+                unpack_mask(mask, tables[member.sub_model])
+    except ValueError as error:
+        raise InputError(f"{path} does not fit the models: {error}") from error
 
 
 def _checkpoint(document: dict[str, Any], state: ServerState) -> Checkpoint:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from feddd.core.payload import most_bytes, pack_mask
+from feddd.core.payload import PayloadError, most_bytes, pack_mask
 from feddd.core.quantise import FLOAT_BITS
 from feddd.core.units import Mask, Units
 from feddd.flower.names import RecordDict
-from feddd.flower.records import REPORT, Report, read_payload, read_record
-from feddd.strategies.checks import Limits, Refused, check_payload, check_told
-from feddd.strategies.protocol import Task
+from feddd.flower.records import REPORT, RecordError, Report, read_payload, read_record
+from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
+from feddd.strategies.protocol import Task, Upload
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,25 @@ class Accepted:
     values: Tensor
     upload_bytes: int
 
+    def upload(self, client: int, table: Units, download_bytes: int) -> Upload:
+        """What a method is told about it."""
+        return Upload(
+            client=client,
+            mask=self.packed,
+            kept_share=(table.kept_elements(self.mask) - len(table.fixed)) / table.droppable_elements,
+            train_loss=self.report.train_loss,
+            oort_statistic=self.report.oort_statistic,
+            samples=self.report.samples,
+            upload_bytes=self.upload_bytes,
+            download_bytes=download_bytes,
+        )
+
 
 def read_report(content: RecordDict) -> Report:
     """The report of an answer."""
     found = read_record(content, REPORT, Report)
     if found is None:
-        raise Refused("the answer has no feddd report: does the client app have feddd_mod?")
+        raise Refused("the answer has no feddd report: does the client app have feddd_mod, first of its mods?")
     if not (found.client.isprintable() and 1 <= len(found.client) <= 200):
         raise Refused("a client id has 1 to 200 printable characters")
     return found
@@ -49,6 +62,24 @@ def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> R
         if not (rate == 0.0 or least <= rate <= most):
             raise Refused(f"a link of {rate} bit/s is not between {least:g} and {most:g}")
     return report
+
+
+def accept(
+    content: RecordDict, client: str, version: str, task: Task, table: Units, limits: Limits, bits: int
+) -> tuple[Accepted | None, str]:
+    """The upload if it counts, else why not. client, version: who must have sent it, and what it must hold now"""
+    try:
+        report = read_report(content)
+        if report.client != client:
+            raise Refused(f"the answer says it is from client {report.client!r}")
+        if report.status == "diverged":
+            return None, "diverged"
+        if report.status != "ok":
+            raise Refused("the client lost its state")
+        check_version(report.held, version)
+        return read_upload(content, report, task, table, limits, bits), "ok"
+    except (Refused, RecordError, PayloadError) as error:
+        return None, f"refused: {error}"
 
 
 def read_upload(

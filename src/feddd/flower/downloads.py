@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from feddd.core.payload import encode, encode_coded, unpack_mask
 from feddd.core.quantise import Coded
-from feddd.core.submodel import slice_model
-from feddd.core.units import Mask, Units
+from feddd.core.submodel import prefix, slice_model
+from feddd.core.units import Mask, Units, frozen_digest, units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import MOVE, PAYLOAD, REFERENCE, Order, write_payload
 from feddd.strategies.protocol import Task
@@ -20,6 +20,15 @@ MOVES_KEPT = 16
 """Of the reference; with two bits a value, all of it costs as much as so many."""
 
 Model = Mapping[str, Tensor]
+
+
+def frozen_digests(model: Model, modules: Sequence[nn.Module]) -> list[str]:
+    """Return for every sub-model what a client with the server's frozen parameters finds too."""
+    digests = []
+    for module in modules:
+        table, own = units(module), module.state_dict()
+        digests.append(frozen_digest({name: prefix(model[name], own[name].shape) for name in table.frozen}, table))
+    return digests
 
 
 class Downloads:

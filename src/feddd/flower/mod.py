@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from feddd.core.labels import label_coverage
 from feddd.core.payload import coverage_size, decode, decode_coverage, encode, encode_coded, most_bytes
 from feddd.core.quantise import FLOAT_BITS, dequantise, quantise
 from feddd.core.streams import stream
-from feddd.core.units import Mask, Units, units
+from feddd.core.units import Mask, Units, frozen_digest, units
 from feddd.files import user_cache
 from feddd.flower.names import (
     ArrayRecord,
@@ -46,6 +47,7 @@ from feddd.strategies.feedback import keeping, left_over, residual_of, with_resi
 from feddd.strategies.protocol import Task
 
 MakeModel = Callable[[], nn.Module]
+T = TypeVar("T")
 
 
 def feddd_mod(
@@ -71,6 +73,10 @@ def feddd_mod(
     The node config may say: "client-id" (else "partition-id"), "uplink-bits-per-s", "downlink-bits-per-s".
     """
     makers = list(model) if isinstance(model, Sequence) else [model]
+    for maker in makers:
+        if isinstance(maker, nn.Module) or not callable(maker):
+            name = type(maker).__name__
+            raise TypeError(f"feddd_mod wants what makes a network, not a {name}: feddd_mod(Net), not feddd_mod(Net())")
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         order = read_record(message.content, ORDER, Order)
@@ -116,7 +122,9 @@ class _Client:
             raise ValueError(
                 f"the node config's sub-model is {self._sub_model}, but feddd_mod has {len(makers)} models"
             )
-        module = makers[self._sub_model]()
+        module = _called("model", makers[self._sub_model])
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"feddd_mod's model makes a {type(module).__name__}, which is not a network")
         self._own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self._units: Units = units(module)
         folder = store or config.get("feddd-store") or user_cache() / "clients"
@@ -135,7 +143,9 @@ class _Client:
             status=status,
             held=self._store.version(),
             sub_model=self._sub_model,
-            label_coverage=_coverage_of(self._label_counts()) if self._label_counts else math.nan,
+            label_coverage=_coverage_of(_called("label_counts", self._label_counts))
+            if self._label_counts
+            else math.nan,
             uplink_bits_per_s=self._rates[0],
             downlink_bits_per_s=self._rates[1],
         )
@@ -143,6 +153,11 @@ class _Client:
     def receive(self, content: RecordDict, order: Order) -> dict[str, Tensor] | None:
         """The local model of this round; None if the download builds on a state that is not here."""
         table = self._units
+        if frozen_digest(self._own, table) != order.frozen:
+            raise RecordError(
+                "the frozen parameters of this client's network are not those of the server's: they do not travel, so "
+                "both ends must make them alike, from a file or from a seed that is set before"
+            )
         kept = self._store.load(order.base, table) if order.base else None
         if order.base and kept is None:
             return None
@@ -223,6 +238,14 @@ class _Client:
             rounded = dequantise(coded, self._units)
             kept = keeping(kept, left_over(difference, rounded, mask, self._residual, self._units))
         return encode_coded(coded, mask, self._units, order.bits), kept
+
+
+def _called(option: str, function: Callable[[], T]) -> T:
+    """What a function of the user's returns; its error says whose it is, because the server sees one line of it."""
+    try:
+        return function()
+    except Exception as error:
+        raise RuntimeError(f"feddd_mod's {option} raised {type(error).__name__}: {error}") from error
 
 
 def _run(version: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from feddd.core.quantise import FLOAT_BITS
 from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 256 * 1024, 4 * 1024
 CHUNK_SECONDS = 5.0
 """A piece of a payload takes no longer than this on an empty link."""
@@ -40,6 +40,7 @@ class Order:
     bits: of a value; fewer than 32 for differences to the reference, of which the payload means this number, after
     `missed` moves that are in the message, or `whole` if all of it is; broadcast: the payload moves it on
     feedback: what the client adds to what it sends later, see `Task`
+    frozen: a digest of the parameters that nobody trains and that never travel, "" if there are none
     """
 
     what: str
@@ -60,6 +61,7 @@ class Order:
     whole: bool = False
     broadcast: bool = False
     feedback: str = "none"
+    frozen: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from feddd.core.units import Units
 from feddd.flower.links import Links
@@ -64,6 +66,7 @@ def grown(state: ServerState, clients: int) -> ServerState:
     if more <= 0:
         return state
     unknown = np.full(more, np.nan)
+    remembered = {name: np.append(array, _nothing(array, more)) for name, array in state.client_memory.items()}
     reference = state.reference
     if reference is not None:
         reference = dataclasses.replace(reference, held=np.append(reference.held, np.full(more, -1)))
@@ -76,8 +79,14 @@ def grown(state: ServerState, clients: int) -> ServerState:
         label_coverage=np.append(state.label_coverage, unknown),
         kept_shares=np.append(state.kept_shares, unknown),
         last_round=np.append(state.last_round, np.zeros(more, dtype=np.int64)),
+        client_memory=remembered,
         reference=reference,
     )
+
+
+def _nothing(array: NDArray[Any], count: int) -> NDArray[Any]:
+    """Return what a strategy remembers of clients that it has never met: NaN, zero, False."""
+    return np.full(count, np.nan if array.dtype.kind == "f" else 0, dtype=array.dtype)
 
 
 def part_of(state: ServerState, clients: Sequence[int]) -> ServerState:
@@ -92,4 +101,5 @@ def part_of(state: ServerState, clients: Sequence[int]) -> ServerState:
         label_coverage=state.label_coverage[places],
         kept_shares=state.kept_shares[places],
         last_round=state.last_round[places],
+        client_memory={name: array[places] for name, array in state.client_memory.items()},
     )

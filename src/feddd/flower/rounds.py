@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from feddd.errors import RunError
 from feddd.flower.names import Grid, Message
 from feddd.strategies.checks import PATIENCE
 
@@ -26,21 +25,33 @@ NODES_A_POLL = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """A node's reply, or why there is none; seconds since its message was pushed."""
+    """A node's reply, or why there is none; seconds since its message was pushed; code: Flower's, of an error."""
 
     node: int
     message: Message | None
     seconds: float
     failure: str = ""
+    code: int = 0
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A message that was pushed."""
 
     identity: str
     node: int
     pushed: float
+
+
+Arrived = SimpleQueue[tuple[Sent, Message | Exception, float]]
+"""Replies, or why one cannot be had, and when they came."""
+
+
+def answer_of(node: int, reply: Message, seconds: float) -> Answer:
+    """What a reply is to the server: an answer, or a failure with its reason."""
+    if reply.has_error():
+        return Answer(node, None, seconds, _reason(reply), reply.error.code)
+    return Answer(node, reply, seconds)
 
 
 def exchange(
@@ -50,45 +61,43 @@ def exchange(
     deadline_seconds: float,
     quorum: int,
     again: Callable[[Answer], Message | None] = lambda _: None,
+    meanwhile: Callable[[], None] = lambda: None,
     poll_seconds: float = POLL_SECONDS,
 ) -> dict[int, Answer]:
     """Send one message to each node and collect the answers.
 
-    quorum: how many good answers a round needs; below that it goes on waiting after the deadline
+    quorum: how many good answers a round needs; below that it goes on waiting after the deadline, as long as they can
+    still come, for PATIENCE deadlines at the most
     again: another message for a node whose answer asks for one, within the same deadline
+    meanwhile: called now and then while there is nothing to do but wait
     """
     begun = time.monotonic()
     pause = poll_seconds * max(1.0, len(messages) / NODES_A_POLL)
-    arrived: SimpleQueue[tuple[_Sent, Message, float] | Exception] = SimpleQueue()
+    arrived: Arrived = SimpleQueue()
     over = threading.Event()
-
-    def push(some: Mapping[int, Message]) -> dict[int, _Sent]:
-        sent = _push(grid, some)
-        for one in sent.values():
-            threading.Thread(target=_pull, args=(grid, one, pause, arrived, over), daemon=True).start()
-        return sent
-
     answers: dict[int, Answer] = {}
-    waiting = push(messages)
+    overs = dict.fromkeys(messages, over)
+    waiting = push(grid, messages, pause, arrived, overs)
     try:
         while waiting:
+            meanwhile()
             try:
-                found = arrived.get(timeout=poll_seconds)
+                sent, reply, moment = arrived.get(timeout=poll_seconds)
             except Empty:
-                if _enough(answers, messages, quorum, time.monotonic() - begun, deadline_seconds):
+                good = sum(answer.message is not None for answer in answers.values())
+                missing = min(quorum, len(messages)) - good
+                if _over(missing, len(waiting), (time.monotonic() - begun) / deadline_seconds):
                     break
                 continue
-            if isinstance(found, Exception):
-                raise found
-            sent, reply, moment = found
-            failure = _reason(reply) if reply.has_error() else ""
-            answer = Answer(sent.node, None if failure else reply, moment - sent.pushed, failure)
+            if isinstance(reply, Exception):
+                raise reply
+            answer = answer_of(sent.node, reply, moment - sent.pushed)
             more = again(answer)
             if more is None:
                 answers[sent.node] = answer
                 del waiting[sent.node]
             else:
-                waiting |= push({sent.node: more})
+                waiting |= push(grid, {sent.node: more}, pause, arrived, overs)
     finally:
         over.set()
     for node in messages.keys() - answers.keys():
@@ -97,20 +106,21 @@ def exchange(
     return answers
 
 
-def _push(grid: Grid, messages: Mapping[int, Message]) -> dict[int, _Sent]:
-    """What was pushed, by node; Flower says None for a message that it did not take."""
+def push(
+    grid: Grid, messages: Mapping[int, Message], pause: float, arrived: Arrived, overs: Mapping[int, threading.Event]
+) -> dict[int, Sent]:
+    """Send messages and ask for their answers until `overs`; by node, without those that Flower did not take."""
+    if not messages:
+        return {}
     nodes, now = list(messages), time.monotonic()
     identities: Iterable[str | None] = grid.push_messages([messages[node] for node in nodes])
-    return {node: _Sent(one, node, now) for one, node in zip(identities, nodes, strict=True) if one}
+    sent = {node: Sent(one, node, now) for one, node in zip(identities, nodes, strict=True) if one}
+    for one in sent.values():
+        threading.Thread(target=_pull, args=(grid, one, pause, arrived, overs[one.node]), daemon=True).start()
+    return sent
 
 
-def _pull(
-    grid: Grid,
-    sent: _Sent,
-    pause: float,
-    arrived: SimpleQueue[tuple[_Sent, Message, float] | Exception],
-    over: threading.Event,
-) -> None:
+def _pull(grid: Grid, sent: Sent, pause: float, arrived: Arrived, over: threading.Event) -> None:
     """Ask for one answer until it is there or nobody wants it any more; a busy SuperLink may fail now and then."""
     failures = 0
     while not over.is_set():
@@ -124,27 +134,18 @@ def _pull(
         except Exception as error:  # raised again where the round is waited for
             failures += 1
             if failures == FAILURES_IN_A_ROW:
-                arrived.put(error)
+                arrived.put((sent, error, time.monotonic()))
                 return
         over.wait(pause)
 
 
-def _enough(
-    answers: Mapping[int, Answer], messages: Mapping[int, Message], quorum: int, passed: float, deadline_seconds: float
-) -> bool:
-    """Whether the round may go on without those that have not answered."""
-    if passed < deadline_seconds:
-        return False
-    good = sum(answer.message is not None for answer in answers.values())
-    if good >= min(quorum, len(messages)):
-        return True
-    if passed >= PATIENCE * deadline_seconds:
-        raise RunError(f"only {good} of {len(messages)} clients answered within {passed:.0f} s; {quorum} are needed")
-    return False
+def _over(missing: int, waiting: int, deadlines: float) -> bool:
+    """Whether to go on without those that have not answered. missing: to the quorum; deadlines: that have passed"""
+    return deadlines >= 1.0 and (missing <= 0 or missing > waiting or deadlines >= PATIENCE)
 
 
 def _reason(reply: Message) -> str:
     """Why a node did not answer, on one line."""
     error = reply.error
-    words = " ".join((error.reason or "no reason given").split())[:200]
+    words = " ".join((error.reason or "no reason given").split())[:300]
     return f"lost: {words} (code {error.code})"

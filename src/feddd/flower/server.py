@@ -6,55 +6,50 @@ One round: `meet` → `plan` → `train_message` for everybody → answers → `
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from logging import INFO, WARNING, getLogger
+from logging import INFO, WARNING
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
 from feddd.core.payload import (
-    PayloadError,
     coverage_size,
     droppable_bytes,
     encode,
     encode_coverage,
     fixed_bytes,
-    unpack_mask,
 )
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage, narrow_coverage
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
-from feddd.flower.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from feddd.flower.checks import Accepted, read_introduction, read_report, read_upload
-from feddd.flower.downloads import Downloads
-from feddd.flower.facts import Pending, RoundFacts
+from feddd.flower.attempts import Attempts, with_reasons
+from feddd.flower.checkpoint import Checkpoint, check_members, load_checkpoint, save_checkpoint
+from feddd.flower.checks import Accepted, accept, read_introduction
+from feddd.flower.downloads import Downloads, frozen_digests
+from feddd.flower.facts import Pending, RoundFacts, metrics_of
+from feddd.flower.introductions import Introductions
 from feddd.flower.links import Links
-from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict
+from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.records import (
     COVERAGE,
     ORDER,
     Order,
-    RecordError,
     Report,
     chunk_bytes,
     write_payload,
     write_record,
 )
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
-from feddd.flower.rounds import Answer, exchange
-from feddd.strategies.checks import Limits, Refused, check_version
-from feddd.strategies.protocol import ServerState, Task, Upload, start
+from feddd.flower.rounds import Answer
+from feddd.strategies.checks import Limits
+from feddd.strategies.protocol import ServerState, Task, Upload, check_plan, start
 from feddd.strategies.protocol import Strategy as Method
 from feddd.strategies.reference import reference_after, sending
-
-HELLO_SECONDS = 90.0
-
-logger = getLogger("feddd.flower")
+from feddd.strategies.saving import CannotBeSaved
 
 
 class Server:
@@ -67,6 +62,7 @@ class Server:
         *,
         seed: int,
         deadline_seconds: float,
+        quorum: int,
         min_clients: int,
         links: Links,
         checkpoint: Path | None,
@@ -78,13 +74,15 @@ class Server:
         self._like = {name: tensor.clone() for name, tensor in modules[0].state_dict().items()}
         self._seed = seed
         self._deadline_seconds, self._min_clients, self._poll_seconds = deadline_seconds, min_clients, poll_seconds
-        self._links, self._checkpoint, self._limits = links, checkpoint, limits
+        self._quorum, self._links, self._checkpoint, self._limits = quorum, links, checkpoint, limits
         self._token, self._clock_seconds = "", 0.0
         self._registry = Registry()
-        self._refused_nodes: set[int] = set()
+        self._introductions = self._new_introductions()
+        self._attempts: Attempts | None = None
         self._versions: list[str] = []
         self._told: set[int] = set()
         self._downloads = Downloads(self._tables)
+        self._modules, self._frozen = modules, list[str]()
         self._state: ServerState | None = None
         self.pending: Pending | None = None
 
@@ -109,14 +107,17 @@ class Server:
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """From the checkpoint if there is one, else anew from the given arrays."""
-        self._registry, self._refused_nodes, self._versions, self._told = Registry(), set(), [], set()
+        self.close()
+        self._introductions, self._attempts = self._new_introductions(), None
+        self._registry, self._versions, self._told = Registry(), [], set()
         self._downloads = Downloads(self._tables)
         self._token, self._clock_seconds = secrets.token_hex(8), 0.0
         if self._checkpoint is not None and self._checkpoint.is_file():
             found = load_checkpoint(self._checkpoint, self._like)
-            self._check_members(found)
+            check_members(found, self._tables, self._checkpoint)
             self._token, self._clock_seconds = found.token, found.clock_seconds
             self._registry, self._versions, self._state = Registry(found.members), list(found.versions), found.state
+            self._frozen = frozen_digests(found.state.model, self._modules)
             logger.log(INFO, "going on after round %d of %s", found.state.round, self._checkpoint)
             return
         given = initial_arrays.to_torch_state_dict()
@@ -124,52 +125,36 @@ class Server:
         if wrong:
             raise InputError(f"initial_arrays do not fit the model: {wrong[0]!r} is missing or has another shape")
         self._state = start({name: given[name] for name in self._like}, 0)
-
-    def _check_members(self, found: Checkpoint) -> None:
-        """A checkpoint's clients must have sub-models that there are, and masks that fit them."""
-        try:
-            for member, mask in zip(found.members, found.state.masks, strict=True):
-                if member.sub_model >= len(self._tables):
-                    raise ValueError(f"client {member.name!r} has sub-model {member.sub_model}")
-                if mask is not None:
-                    unpack_mask(mask, self._tables[member.sub_model])
-        except ValueError as error:
-            raise InputError(f"{self._checkpoint} does not fit the models: {error}") from error
+        self._frozen = frozen_digests(given, self._modules)
 
     def meet(self, grid: Grid) -> None:
-        """Wait for enough nodes, and ask those that are new who they are."""
-        begun = time.monotonic()
-        while len(online := set(grid.get_node_ids()) - self._refused_nodes) < self._min_clients:
-            if time.monotonic() - begun > 10 * self._deadline_seconds:
-                raise RunError(f"{len(online)} clients are there, {self._min_clients} are needed")
-            time.sleep(self._poll_seconds)
-        unknown = sorted(online - set(self._registry.nodes))
-        if not unknown:
-            return
-        messages = {}
-        for node in unknown:
-            content = RecordDict()
-            write_record(content, ORDER, Order("hello"))
-            messages[node] = Message(content, node, MessageType.TRAIN, ttl=self._deadline_seconds)
-        # Whoever does not say who it is soon is asked again before the next round.
-        seconds = min(HELLO_SECONDS, self._deadline_seconds)
-        found = exchange(grid, messages, deadline_seconds=seconds, quorum=1, poll_seconds=self._poll_seconds)
-        # By name, so that the order in which nodes happen to answer decides nothing.
-        reports = {node: report for node, answer in found.items() if (report := self._introduced(node, answer))}
-        for node, report in sorted(reports.items(), key=lambda item: _natural(item[1].client)):
+        """Admit the clients that have introduced themselves; before the first round, wait for enough of them."""
+        self._attempts = self._attempts or Attempts()
+        reports = self._introductions.meet(grid, self._registry.nodes)
+        for node, report in reports.items():
             self._admit(node, report)
 
-    def _introduced(self, node: int, answer: Answer) -> Report | None:
-        if answer.message is None:
-            return None  # it may come back, and is asked again then
-        try:
-            report = read_introduction(answer.message.content, len(self._tables), self._limits)
-            self._links.introduce(report.client, report.uplink_bits_per_s, report.downlink_bits_per_s)
-        except ValueError as error:
-            logger.log(WARNING, "node %d is left out: %s", node, error)
-            self._refused_nodes.add(node)
-            return None
-        self._links.idle(answer.seconds)
+    def look(self, grid: Grid) -> None:
+        """Ask nodes that are new who they are, while a round is under way."""
+        self._introductions.look(grid, self._registry.nodes)
+
+    def close(self) -> None:
+        """Stop waiting for anybody."""
+        self._introductions.close()
+
+    def _new_introductions(self) -> Introductions:
+        return Introductions(
+            self._introduced,
+            min_clients=self._min_clients,
+            deadline_seconds=self._deadline_seconds,
+            poll_seconds=self._poll_seconds,
+        )
+
+    def _introduced(self, content: RecordDict, seconds: float) -> Report:
+        """Check what a client says of itself; a ValueError says what is wrong."""
+        report = read_introduction(content, len(self._tables), self._limits)
+        self._links.introduce(report.client, report.uplink_bits_per_s, report.downlink_bits_per_s)
+        self._links.idle(seconds)
         return report
 
     def _admit(self, node: int, report: Report) -> None:
@@ -192,16 +177,18 @@ class Server:
         nodes = self.present(grid)
         clients = list(nodes)
         if not clients:
-            raise RunError("no client with feddd_mod is there")
+            raise RunError(with_reasons("no client with feddd_mod is there", self._introductions.problems()))
         fleet = fleet_of([self._registry.members[client] for client in clients], self._tables, self._links)
         rng = stream(self._seed, "strategy", state.round + 1)
         plan = self._method.plan(part_of(state, clients), fleet, rng)
+        check_plan(plan, len(fleet))
         if plan.peculiar:
             raise InputError(f"{type(self._method).__name__} is for simulations: a deployment sends units")
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
         sent = sending(state, plan, self._tables[0], self._seed)
         self._downloads.remember(sent)
+        self._expect_attempts().plan()
         self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic(), sent)
         return self.pending
 
@@ -225,6 +212,7 @@ class Server:
             coverage=tells,
             covered=needed and not tells,
             feedback=task.feedback,
+            frozen=self._frozen[member.sub_model],
             chunk_bytes=chunk_bytes(link.uplink_bits_per_s),
         )
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
@@ -242,8 +230,9 @@ class Server:
         return Message(content, node, MessageType.TRAIN, ttl=2 * self._deadline_seconds, group_id=str(number))
 
     def _version(self, number: int, client: int) -> str:
-        """Names what a client keeps after a round of this run."""
-        return f"{self._token}.{number}.{client}"
+        """Names what a client keeps after a round of this run; another attempt at the round leaves something else."""
+        attempt = self._expect_attempts().number
+        return f"{self._token}.{number}.{client}" + (f".{attempt}" if attempt > 1 else "")
 
     def _needs_coverage(self, task: Task, number: int) -> bool:
         """CR(k) is told once, after round 1; a client that came later or lost its disk has missed that."""
@@ -255,7 +244,7 @@ class Server:
         member = self._registry.members[client]
         table, link = self._tables[member.sub_model], self._links[member.name]
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
-        write_record(content, ORDER, Order("evaluate", round=number))
+        write_record(content, ORDER, Order("evaluate", round=number, frozen=self._frozen[member.sub_model]))
         data = encode(self._own(member.sub_model), table.full_mask(), units=table)
         write_payload(content, data, chunk_bytes(link.downlink_bits_per_s))
         return Message(content, node, MessageType.EVALUATE, ttl=2 * self._deadline_seconds, group_id=str(number))
@@ -268,72 +257,97 @@ class Server:
     def _own(self, sub_model: int) -> Mapping[str, Tensor]:
         return self._downloads.part(self.expect_state().model, sub_model)
 
-    def digest(self, answers: Mapping[int, Answer]) -> RoundFacts:
-        """Check, average, absorb, checkpoint."""
+    def digest(self, answers: Mapping[int, Answer]) -> RoundFacts | None:
+        """Check, average, absorb, checkpoint; None if too few count: nothing has changed, and the round is asked again.
+
+        RunError if it has been asked for long enough.
+        """
         pending, state = self.expect_pending(), self.expect_state()
         average = Aggregator(state.model, units=self._tables[0])
-        uploads, turnaround, compute = [], {}, {}
+        uploads, reports = [], {}
         for client in sorted(pending.tasks):
-            answer = answers[client]
-            accepted, status = self._accept(client, answer, pending)
-            turnaround[client] = answer.seconds
+            accepted, status = self._accept(client, answers[client], pending)
             if accepted is None:
+                self._expect_attempts().failed(self._registry.members[client].name, pending.plan.round, status)
                 uploads.append(Upload(client, status=status, download_bytes=pending.download_bytes[client]))
                 continue
-            member = self._registry.members[client]
-            table = self._tables[member.sub_model]
+            width = self._registry.members[client].sub_model
             task, sent = pending.tasks[client], pending.sent
-            dense = self._downloads.arrived(accepted.values, accepted.mask, sent, task, state.model, member.sub_model)
+            dense = self._downloads.arrived(accepted.values, accepted.mask, sent, task, state.model, width)
             average.add(dense, accepted.mask, accepted.report.samples)
-            uploads.append(_upload(client, accepted, table, pending.download_bytes[client]))
-            compute[client] = accepted.report.compute_seconds
-            bits = 8.0 * (accepted.upload_bytes + pending.download_bytes[client])
-            self._links.observe(
-                member.name, turnaround_seconds=answer.seconds, compute_seconds=compute[client], bits=bits
-            )
-            self._versions[client] = self._version(pending.plan.round, client)
+            uploads.append(accepted.upload(client, self._tables[width], pending.download_bytes[client]))
+            reports[client] = accepted.report
+        needed = min(self._quorum, len(uploads))
+        if len(reports) < needed:
+            words = f"only {len(reports)} of {len(uploads)} clients counted in round {pending.plan.round}"
+            left_out, words = self._introductions.problems(), f"{words}, and {needed} are needed"
+            self._expect_attempts().again(words, uploads, left_out, self._deadline_seconds)
+            self.pending = None
+            return None
+        self._learn(pending, uploads, answers, reports)
         fleet = fleet_of(self._registry.members, self._tables, self._links)
         model = average.result()
         state = self._method.absorb(state, fleet, pending.plan, uploads, model)
         self._state = dataclasses.replace(state, reference=reference_after(pending.sent, uploads))
+        turnaround = {client: answers[client].seconds for client in sorted(pending.tasks)}
+        compute = {client: report.compute_seconds for client, report in reports.items()}
         return self._finish(pending, uploads, turnaround, compute)
+
+    def _learn(
+        self,
+        pending: Pending,
+        uploads: Sequence[Upload],
+        answers: Mapping[int, Answer],
+        reports: Mapping[int, Report],
+    ) -> None:
+        """Believe what the round shows about links, and remember what its clients hold."""
+        for upload in uploads:
+            if upload.client in reports:
+                self._links.observe(
+                    self._registry.members[upload.client].name,
+                    turnaround_seconds=answers[upload.client].seconds,
+                    compute_seconds=reports[upload.client].compute_seconds,
+                    bits=8.0 * (upload.upload_bytes + upload.download_bytes),
+                )
+                self._versions[upload.client] = self._version(pending.plan.round, upload.client)
+
+    def pause_seconds(self) -> float:
+        """How long to wait before the round is asked again."""
+        return self._expect_attempts().pause_seconds(self._poll_seconds, self._deadline_seconds)
+
+    def evaluation_failures(self, answers: Mapping[int, Answer]) -> dict[str, str]:
+        """Why clients do not count in an evaluation; logged, too."""
+        failed = {}
+        for node, answer in answers.items():
+            if answer.message is None:
+                name = self._registry.members[self._registry.nodes[node]].name
+                logger.log(WARNING, "client %s does not count in the evaluation: %s", name, answer.failure)
+                failed[f"client {name}"] = f"evaluation: {answer.failure}"
+        return failed
 
     def _accept(self, client: int, answer: Answer, pending: Pending) -> tuple[Accepted | None, str]:
         """The upload if it counts, else why not."""
         if answer.message is None:
             return None, answer.failure
         member = self._registry.members[client]
-        try:
-            report = read_report(answer.message.content)
-            if report.client != member.name:
-                raise Refused(f"the answer says it is from client {report.client!r}")
-            if report.status == "diverged":
-                return None, "diverged"
-            if report.status != "ok":
-                raise Refused("the client lost its state")
-            check_version(report.held, self._version(pending.plan.round, client))
-            table = self._tables[member.sub_model]
-            content, task, bits = answer.message.content, pending.tasks[client], pending.sent.bits
-            return read_upload(content, report, task, table, self._limits, bits), "ok"
-        except (Refused, RecordError, PayloadError) as error:
-            logger.log(WARNING, "client %s is refused in round %d: %s", member.name, pending.plan.round, error)
-            return None, f"refused: {error}"
+        version, table = self._version(pending.plan.round, client), self._tables[member.sub_model]
+        content, task, bits = answer.message.content, pending.tasks[client], pending.sent.bits
+        return accept(content, member.name, version, task, table, self._limits, bits)
 
     def _finish(
         self, pending: Pending, uploads: Sequence[Upload], turnaround: dict[int, float], compute: dict[int, float]
     ) -> RoundFacts:
-        state = self.expect_state()
-        seconds = time.monotonic() - pending.begun
+        state, attempts = self.expect_state(), self._expect_attempts()
+        seconds = time.monotonic() - attempts.begun
         self._clock_seconds += seconds
-        self.pending = None
+        self.pending = self._attempts = None
         if self._checkpoint is not None:
             kept = Checkpoint(self._token, self._clock_seconds, self._registry.members, tuple(self._versions), state)
-            save_checkpoint(self._checkpoint, kept)
-        counted = [upload for upload in uploads if upload.status == "ok"]
-        samples = sum(upload.samples for upload in counted)
-        loss = sum(upload.samples * upload.train_loss for upload in counted) / samples if samples else math.nan
-        metrics = {"train_loss": loss, "participants": float(len(counted)), "asked": float(len(uploads))}
-        logger.log(INFO, "round %d: %d of %d counted, %.1f s", state.round, len(counted), len(uploads), seconds)
+            try:
+                save_checkpoint(self._checkpoint, kept)
+            except CannotBeSaved as error:
+                self._checkpoint = None
+                logger.log(WARNING, "no more checkpoints: %s", error)
         return RoundFacts(
             round=state.round,
             seconds=seconds,
@@ -344,8 +358,16 @@ class Server:
             compute=compute,
             members=self._registry.members,
             state=state,
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            metrics=metrics_of(uploads),
+            attempts=attempts.number,
+            repeated_bytes=attempts.repeated_bytes,
+            failures=attempts.failures | self._introductions.problems(),
         )
+
+    def _expect_attempts(self) -> Attempts:
+        if self._attempts is None:
+            raise RunError("no round is under way")
+        return self._attempts
 
     def expect_state(self) -> ServerState:
         """The state, which there is once the run has begun."""
@@ -358,22 +380,3 @@ class Server:
         if self.pending is None:
             raise RunError("no round is under way")
         return self.pending
-
-
-def _upload(client: int, accepted: Accepted, table: Units, download_bytes: int) -> Upload:
-    report = accepted.report
-    return Upload(
-        client=client,
-        mask=accepted.packed,
-        kept_share=(table.kept_elements(accepted.mask) - len(table.fixed)) / table.droppable_elements,
-        train_loss=report.train_loss,
-        oort_statistic=report.oort_statistic,
-        samples=report.samples,
-        upload_bytes=accepted.upload_bytes,
-        download_bytes=download_bytes,
-    )
-
-
-def _natural(name: str) -> tuple[int, int, str]:
-    """Numbers by value, before words."""
-    return (0, int(name), "") if name.isascii() and name.isdigit() else (1, 0, name)

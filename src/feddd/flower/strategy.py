@@ -10,21 +10,31 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from logging import INFO, getLogger
+from logging import INFO
 from pathlib import Path
 
 from torch import nn
 
+from feddd.errors import RunError
 from feddd.flower.checks import read_report
 from feddd.flower.facts import RoundFacts
 from feddd.flower.links import Links, MeasuredLinks
-from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MetricRecord, Result, Strategy
-from feddd.flower.rounds import POLL_SECONDS, Answer, exchange
+from feddd.flower.names import (
+    ArrayRecord,
+    ConfigRecord,
+    Grid,
+    Message,
+    Metadata,
+    MetricRecord,
+    Result,
+    Strategy,
+    logger,
+)
+from feddd.flower.progress import round_line
+from feddd.flower.rounds import POLL_SECONDS, Answer, answer_of, exchange
 from feddd.flower.server import Server
 from feddd.strategies.checks import Limits
 from feddd.strategies.protocol import Strategy as Method
-
-logger = getLogger("feddd.flower")
 
 
 class FedDDStrategy(Strategy):
@@ -32,7 +42,9 @@ class FedDDStrategy(Strategy):
 
     model: the network; several for sub-models, the global one first    seed: of drawn choices, as in an experiment
     deadline_seconds: a round goes on without those that have not answered by then, if `quorum` have
-    min_clients: how many must be there before a round starts    checkpoint: a file; a run that finds it goes on there
+    quorum: so many uploads must count in a round (or all that are asked, if those are fewer), else it is asked again
+    min_clients: how many must introduce themselves before the first round, and be online before every other
+    checkpoint: a file; a run that finds it goes on there
     links: what is believed about the clients' links    evaluate_clients: also evaluate at the clients, which sends
     everybody the full model every round    on_round: called with the facts of every round
     """
@@ -62,6 +74,7 @@ class FedDDStrategy(Strategy):
             modules,
             seed=seed,
             deadline_seconds=deadline_seconds,
+            quorum=quorum,
             min_clients=min_clients,
             links=links or MeasuredLinks(),
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
@@ -72,6 +85,7 @@ class FedDDStrategy(Strategy):
         self._most_samples = (limits or Limits()).samples
         self._evaluate_clients = evaluate_clients
         self._on_round = on_round
+        self._asked: tuple[Grid, ConfigRecord, list[Metadata]] | None = None
 
     # Flower's own loop would do, with these four, but wait for everybody; `start` below does better.
 
@@ -83,25 +97,30 @@ class FedDDStrategy(Strategy):
             self._server.begin(arrays)
         self._server.meet(grid)
         pending = self._server.plan(grid)
-        return [self._server.train_message(pending, client, config) for client in pending.nodes]
+        messages = [self._server.train_message(pending, client, config) for client in pending.nodes]
+        self._asked = (grid, config, [message.metadata for message in messages])
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average what came, element by element, over those who sent it."""
         pending = self._server.expect_pending()
+        if self._asked is None:
+            raise RunError("no round is under way")
+        grid, config, asked = self._asked
         nodes = {node: client for client, node in pending.nodes.items()}
-        answers = {
-            nodes[reply.metadata.src_node_id]: Answer(
-                reply.metadata.src_node_id, reply, time.monotonic() - pending.begun
-            )
-            for reply in replies
-            if not reply.has_error() and reply.metadata.src_node_id in nodes
-        }
-        lost = {
-            client: Answer(node, None, 0.0, "lost") for client, node in pending.nodes.items() if client not in answers
-        }
-        facts = self._server.digest(answers | lost)
+        # The reply to a lost node's message comes from the SuperLink: only what it answers tells whose it is.
+        whose = {message.message_id: nodes[message.dst_node_id] for message in asked}
+        answers = {client: Answer(node, None, 0.0, "late") for client, node in pending.nodes.items()}
+        for reply in replies:
+            client = whose.get(reply.metadata.reply_to_message_id)
+            if client is not None:
+                answers[client] = answer_of(pending.nodes[client], reply, time.monotonic() - pending.begun)
+        facts = self._server.digest(answers)
+        if facts is None:
+            facts = self._round(grid, config, self._deadline_seconds, self._server.pause_seconds())
+        logger.log(INFO, "%s", round_line(facts))
         return ArrayRecord(dict(facts.state.model)), MetricRecord(dict(facts.metrics))
 
     def configure_evaluate(
@@ -154,29 +173,63 @@ class FedDDStrategy(Strategy):
         result.arrays = ArrayRecord(dict(state.model))
         if evaluate_fn and state.round == 0:
             self._keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
-        for number in range(state.round + 1, num_rounds + 1):
-            facts = self._round(grid, train_config or ConfigRecord(), deadline)
-            result.arrays = ArrayRecord(dict(facts.state.model))
-            self._keep(result.train_metrics_clientapp, number, MetricRecord(dict(facts.metrics)))
-            if self._evaluate_clients:
-                messages = self.configure_evaluate(number, result.arrays, evaluate_config or ConfigRecord(), grid)
-                asked = {message.metadata.dst_node_id: message for message in messages}
-                found = exchange(grid, asked, deadline_seconds=deadline, quorum=0, poll_seconds=self._poll_seconds)
-                good = [answer.message for answer in found.values() if answer.message]
-                self._keep(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, good))
-                facts = dataclasses.replace(facts, evaluation_bytes=self._server.full_bytes(asked))
-            if evaluate_fn:
-                self._keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
-            if self._on_round:
-                self._on_round(facts)
+        begun, first = time.monotonic(), state.round + 1
+        try:
+            for number in range(first, num_rounds + 1):
+                facts = self._round(grid, train_config or ConfigRecord(), deadline)
+                result.arrays = ArrayRecord(dict(facts.state.model))
+                self._keep(result.train_metrics_clientapp, number, MetricRecord(dict(facts.metrics)))
+                if self._evaluate_clients:
+                    facts = self._evaluate(grid, facts, evaluate_config or ConfigRecord(), deadline, result)
+                if evaluate_fn:
+                    self._keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
+                self._tell(facts, result, num_rounds, (time.monotonic() - begun) / (number - first + 1))
+        finally:
+            self._server.close()
+        if num_rounds and not self._server.expect_state().last_round.any():
+            raise RunError(f"nobody counted in any of {num_rounds} rounds: the model is untrained")
         return result
+
+    def _evaluate(
+        self, grid: Grid, facts: RoundFacts, config: ConfigRecord, deadline_seconds: float, result: Result
+    ) -> RoundFacts:
+        """Test the model at the clients; the round's facts with what that cost and who failed."""
+        messages = self.configure_evaluate(facts.round, result.arrays, config, grid)
+        asked = {message.metadata.dst_node_id: message for message in messages}
+        found = exchange(grid, asked, deadline_seconds=deadline_seconds, quorum=0, poll_seconds=self._poll_seconds)
+        good = [answer.message for answer in found.values() if answer.message]
+        self._keep(result.evaluate_metrics_clientapp, facts.round, self.aggregate_evaluate(facts.round, good))
+        failures = dict(facts.failures) | self._server.evaluation_failures(found)
+        return dataclasses.replace(facts, evaluation_bytes=self._server.full_bytes(asked), failures=failures)
+
+    def _tell(self, facts: RoundFacts, result: Result, num_rounds: int, seconds_a_round: float) -> None:
+        """Log the round, and hand its facts on."""
+        train = {name: value for name, value in facts.metrics.items() if name == "train_loss"}
+        tested = (result.evaluate_metrics_clientapp, result.evaluate_metrics_serverapp)
+        metrics = [train, *(where.get(facts.round) for where in tested)]
+        left = seconds_a_round * (num_rounds - facts.round)
+        logger.log(INFO, "%s", round_line(facts, metrics, num_rounds, left))
+        if self._on_round:
+            self._on_round(facts)
 
     @staticmethod
     def _keep(where: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
         if metrics is not None:
             where[number] = metrics
 
-    def _round(self, grid: Grid, config: ConfigRecord, deadline_seconds: float) -> RoundFacts:
+    def _round(
+        self, grid: Grid, config: ConfigRecord, deadline_seconds: float, pause_seconds: float = 0.0
+    ) -> RoundFacts:
+        """Ask until enough clients count; the server says when it has been long enough."""
+        while True:
+            time.sleep(pause_seconds)
+            facts = self._server.digest(self._ask(grid, config, deadline_seconds))
+            if facts is not None:
+                return facts
+            pause_seconds = self._server.pause_seconds()
+
+    def _ask(self, grid: Grid, config: ConfigRecord, deadline_seconds: float) -> dict[int, Answer]:
+        """Plan a round, and carry it to the clients and back."""
         self._server.meet(grid)
         pending = self._server.plan(grid)
         clients = {node: client for client, node in pending.nodes.items()}
@@ -198,9 +251,10 @@ class FedDDStrategy(Strategy):
             deadline_seconds=deadline_seconds,
             quorum=self._quorum,
             again=again,
+            meanwhile=lambda: self._server.look(grid),
             poll_seconds=self._poll_seconds,
         )
-        return self._server.digest({clients[node]: answer for node, answer in answers.items()})
+        return {clients[node]: answer for node, answer in answers.items()}
 
 
 def _asks_for_all(message: Message) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -29,11 +30,13 @@ server = ServerApp()
 @lru_cache(maxsize=1)
 def _world(path: str, data_dir: str) -> tuple[Experiment, World]:
     experiment = load_experiment(Path(path))
-    return experiment, build_world(experiment, Path(data_dir) if data_dir else None)
+    return experiment, build_world(experiment, Path(data_dir) if data_dir else None, prove=False)
 
 
 def _of(context: Context) -> tuple[Experiment, World]:
     config = context.run_config
+    for folder in filter(None, str(config["import-folders"]).split(os.pathsep)):
+        models.import_from(Path(folder))
     return _world(str(config["experiment"]), str(config["data-dir"]))
 
 

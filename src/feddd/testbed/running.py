@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
 from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
-from feddd.experiments.running import build_world, label_counts_of
+from feddd.experiments.resuming import import_folders
+from feddd.experiments.running import build_world, label_counts_of, note_unused_columns, resolved
 from feddd.experiments.tables import Tables
 from feddd.files import write_atomically
 from feddd.simulation.outlook import ClientRow
@@ -70,6 +72,8 @@ def run_testbed(
     training = experiment.training.model_copy(update={"trainer": "reference"})
     experiment = experiment.model_copy(update={"training": training})
     world = build_world(experiment, options.data_dir)
+    note_unused_columns(experiment)
+    experiment = resolved(experiment, world)
     folder = new_folder(experiment, out).absolute()
     begin_folder(folder, experiment)
     deployment_folder = folder / "deployment"
@@ -132,6 +136,7 @@ def _run_strategy(
     out.mkdir(parents=True)
     config: dict[str, str | int | float] = {
         "experiment": str(folder / "config.toml"),
+        "import-folders": os.pathsep.join(dict.fromkeys(import_folders(experiment).values())),
         "strategy": label,
         "out": str(out),
         "data-dir": str(options.data_dir.absolute()) if options.data_dir else "",
