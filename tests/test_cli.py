@@ -171,6 +171,11 @@ WRONG = [
     (["bench", "--peer", "flower"], "--peer takes NAME=PYTHON, not 'flower'"),
     (["run", "tiny.toml", "--set", "training.device=warp"], "training.device 'warp' cannot be used here"),
     (["run", "tiny.toml", "--state-dir", "nowhere"], "the state folder 'nowhere' does not exist"),
+    (["run", "tiny.toml", "--seed", "0", "--seed", "1"], "--seed is given 2 times; it takes one value"),
+    (["plan", "fleet.csv", "--budget=0.5", "--budget", "0.5"], "--budget is given 2 times"),
+    (["run", "tiny.toml", "--set", "fleet.clients=x"], "--set fleet.clients=x: fleet.clients: should be"),
+    (["run", "tiny.toml", "--seed", "-1"], "--seed -1: seed: should be"),
+    (["data", "show", "tiny.toml", "--out", "q.xyz"], "q.xyz: pictures cannot be written as 'xyz'"),
 ]
 
 
@@ -307,3 +312,27 @@ def test_help_teaches_every_verb(verb, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "Usage: feddd" in printed
     assert "--help" in printed
+
+
+def test_a_page_about_several_runs_replaces_no_page_of_one(finished, tmp_path):
+    folder, _ = finished
+    before = (folder / "out" / "report.html").read_bytes()
+    pages = []
+    for _ in range(2):
+        done = feddd("report", folder / "out", folder / "out", "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        pages.append(json.loads(done.stdout)["report"])
+    assert (folder / "out" / "report.html").read_bytes() == before
+    assert len(set(pages)) == 2
+    assert all((tmp_path / page).is_file() and page.startswith("runs/comparison-") for page in pages)
+
+
+@pytest.mark.parametrize("package", ["flwr", "cryptography"])
+def test_the_testbed_without_flower_names_the_extra(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["feddd", "testbed", "testbed-cifar10-iid"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.err == 'feddd: the testbed needs the extra flower: pip install "feddd[flower]"\n'

@@ -162,6 +162,21 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_experiment(tmp_path / "latin.toml")
 
 
+def test_a_byte_order_mark_before_the_first_key_is_no_part_of_it(tmp_path):
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbfrounds = 3\n")
+    assert load_experiment(tmp_path / "marked.toml").rounds == 3
+
+
+def test_an_error_names_the_set_that_brought_it_about_and_else_the_file(tmp_path):
+    with pytest.raises(InputError, match=r"^--set data\.alpha=1: .*alpha belongs"):
+        load_experiment("quickstart", ["rounds=3", "data.alpha=1", "seed=4"])
+    with pytest.raises(InputError, match=r"^--set rounds=\]: "):
+        load_experiment("quickstart", ["rounds=]"])
+    (tmp_path / "wrong.toml").write_text("rounds = 0")
+    with pytest.raises(InputError, match=r"^.*wrong\.toml: rounds: "):
+        load_experiment(tmp_path / "wrong.toml", ["seed=4"])
+
+
 def test_a_file_is_named_after_itself_and_finds_its_fleet_beside_it(tmp_path):
     (tmp_path / "mine.toml").write_text('[fleet]\nfile = "fleet.csv"\n')
     experiment = load_experiment(tmp_path / "mine.toml")

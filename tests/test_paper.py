@@ -22,7 +22,7 @@ from feddd.experiments.loading import load_experiment, presets
 from feddd.experiments.results import SCHEMAS, Results
 from feddd.paper import measures, theorem
 from feddd.paper.catalogue import FIGURES, LEARNING_RATES, figure_named
-from feddd.paper.cells import Store, cells
+from feddd.paper.cells import Cell, Store, cells
 from feddd.paper.claims import CLAIMS
 from feddd.paper.motivation import _mixture, loss_by_width
 from feddd.paper.panels import Need, Panel, read_panel
@@ -30,6 +30,7 @@ from feddd.paper.reproduce import Request, draw
 from feddd.paper.scales import SCALES, scaled
 from feddd.paper.statistics import difference, estimate, saving
 from feddd.paper.tables import as_markdown, exchange_table, panel_table
+from feddd.simulation.simulator import RoundRecord
 from feddd.world import models, synthetic
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +153,7 @@ def test_interrupted_work_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     running.close()
     assert store.has(first)
     assert [cell.label for cell in store.missing(cells(experiment, [0]))] == ["fedavg"]
-    # A cell that was cut off in the middle lies under another name and is run again from its beginning.
+    # What lies there under another name, and is not an interrupted run of this cell, is of no use.
     (left,) = store.missing(cells(experiment, [0]))
     partial = tmp_path / f"{left.folder}.partial"
     partial.mkdir()
@@ -161,6 +162,31 @@ def test_interrupted_work_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     assert [cell.label for cell in store.run(cells(experiment, [0]), workers=1)] == ["fedavg"]
     assert store.missing(cells(experiment, [0])) == []
     assert not partial.exists()
+
+
+def test_a_cell_that_was_cut_off_goes_on_from_its_checkpoint_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    experiment = tiny({"name": "feddd"}).model_copy(update={"rounds": 5})
+    (cell,) = cells(experiment, [0])
+    whole = Store(tmp_path / "whole")
+    list(whole.run([cell], workers=1))
+
+    def stop(_: Cell, record: RoundRecord) -> None:
+        if record.round == 4:
+            raise KeyboardInterrupt
+
+    store, seen = Store(tmp_path / "cut", checkpoint_seconds=0.0), list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        list(store.run([cell], workers=1, watch=stop))
+    assert not store.has(cell)
+    list(store.run([cell], workers=1, watch=lambda _, record: seen.append(record.round)))
+    assert seen == [4, 5]
+    for name in ("rounds", "clients", "classes", "partition"):
+        assert store.combine(experiment, 0).tables[name].equals(whole.combine(experiment, 0).tables[name]), name
+    assert sorted(path.name for path in (store.folder / cell.folder).iterdir()) == sorted(
+        path.name for path in (whole.folder / cell.folder).iterdir()
+    )
 
 
 def test_what_was_not_run_yet_is_empty_in_the_combined_run(tmp_path: Path) -> None:

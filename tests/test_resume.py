@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import tomli_w
+import torch
 
 import feddd
 from feddd import FedAvg, InputError
@@ -24,6 +27,7 @@ from feddd.cli import main
 from feddd.experiments import checkpoints, folders
 from feddd.experiments.config import Experiment
 from feddd.experiments.folders import Lock
+from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import Progress
 from feddd.files import write_atomically
 from feddd.strategies.protocol import digest
@@ -234,12 +238,14 @@ class Counting(FedAvg):
     box: str = "list"
 
     def absorb(self, state: Any, fleet: Any, plan: Any, uploads: Any, model: Any) -> Any:
-        memory = [plan.round, 0.1 * plan.round] if self.box == "list" else (plan.round,)
+        memory: Any = [plan.round, (0.1 * plan.round, torch.full((2,), plan.round))]
+        if self.box == "set":
+            memory = {plan.round}
         return digest(state, plan, uploads, model, memory=memory)
 
 
-@pytest.mark.parametrize(("box", "first"), [("list", 5), ("tuple", 1)])
-def test_an_own_strategys_memory_is_saved_where_json_can_hold_it_and_else_the_strategy_begins_again(
+@pytest.mark.parametrize(("box", "first"), [("list", 5), ("set", 1)])
+def test_an_own_strategys_memory_is_saved_where_a_file_can_hold_it_and_else_the_strategy_begins_again(
     box: str, first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = tiny({"name": "test_resume:Counting", "label": "own", "participation": 0.5, "box": box})
@@ -248,11 +254,96 @@ def test_an_own_strategys_memory_is_saved_where_json_can_hold_it_and_else_the_st
     folder = interrupted(tmp_path / "run", one, "own", 5)
     assert resumed_rounds(folder)[0] == ("own", first)
     assert_same(folder, whole)
-    assert len(warnings) == (box == "tuple")
-    assert all("'own'" in text and "(tuple)" in text and "begin again" in text for text in warnings)
+    assert len(warnings) == (box == "set")
+    assert all("'own'" in text and "(set)" in text and "begin again" in text for text in warnings)
 
 
 # One process at a time, and only what can be resumed
+
+
+FLEET = "client,uplink_bits_per_s,downlink_bits_per_s,compute_seconds,samples,loss\n" + "".join(
+    f"{name},{2 + n}e4,1e5,{n}.5,3,1\n" for n, name in enumerate(("oslo", "<b>rio", "7", "ulm", "ä ö"))
+)
+
+
+def test_a_run_with_a_fleet_file_is_moved_resumed_and_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "links.csv").write_text(FLEET, encoding="utf-8")
+    document = tomllib.loads(tiny(FEDDD, rounds=3).to_toml())
+    (tmp_path / "own.toml").write_text(tomli_w.dumps(document | {"fleet": {"file": "links.csv"}}))
+    one = load_experiment(tmp_path / "own.toml")
+    expected = feddd.run(one, tmp_path / "expected", workers=1).path
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "links.csv: a run does not use samples, loss, only `feddd plan` does" in warning
+    folder = interrupted(tmp_path / "stopped", one, "feddd", 2)
+    (tmp_path / "links.csv").unlink()
+    moved = folder.rename(tmp_path / "moved")
+    config = tomllib.loads((moved / "config.toml").read_text())
+    assert config["fleet"] == {"clients": 5, "file": "fleet.csv"}
+    assert (moved / "fleet.csv").read_text(encoding="utf-8") == FLEET
+    monkeypatch.chdir("/")
+    assert feddd.resume(moved, workers=1).clients == ("oslo", "<b>rio", "7", "ulm", "ä ö")
+    assert_same(moved, expected)
+    again = feddd.run(moved / "config.toml", tmp_path / "again", workers=1)
+    assert_same(again.path, expected)
+    page = (again.path / "report.html").read_text(encoding="utf-8")
+    assert "<li>5 clients</li>" in page
+    assert '"oslo"' in page
+    assert "<b>rio" not in page
+
+
+def test_a_file_named_in_an_experiment_is_looked_for_beside_it_and_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("beside", "here"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "beside" / "own.toml").write_text('[fleet]\nfile = "fleet.csv"\n')
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "fleet.csv").write_text(FLEET)
+    assert load_experiment(tmp_path / "beside" / "own.toml").fleet.file == str(tmp_path / "here" / "fleet.csv")
+    (tmp_path / "beside" / "fleet.csv").write_text(FLEET)
+    assert load_experiment(tmp_path / "beside" / "own.toml").fleet.file == str(tmp_path / "beside" / "fleet.csv")
+
+
+def test_somebodys_fleet_file_alone_in_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "fleet.csv").write_text(FLEET)
+    with pytest.raises(InputError, match="already holds something"):
+        feddd.run(tiny(FEDDD, rounds=1), tmp_path, workers=1)
+
+
+def test_code_beside_an_experiment_is_found_from_elsewhere_by_workers_and_on_resume(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "own_parts.py").write_text(
+        "import feddd\nfrom torch import nn\n"
+        "def net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
+        "def method():\n    return feddd.FedAvg()\n"
+    )
+    one = tiny({"name": "own_parts:method", "label": "own"}, rounds=3, model={"name": "own_parts:net"})
+    (code / "own.toml").write_text(one.to_toml())
+    (tmp_path / "elsewhere").mkdir()
+    out = tmp_path / "out"
+
+    def python(program: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False)
+
+    begun = python(
+        "import feddd\ndef stop(done):\n    if done.record.round == 2: raise KeyboardInterrupt\n"
+        f"feddd.run({str(code / 'own.toml')!r}, {str(out)!r}, workers=2, checkpoint_seconds=0, watch=stop)"
+    )
+    assert "KeyboardInterrupt" in begun.stderr, begun.stderr
+    assert str(tmp_path) not in (out / "config.toml").read_text()
+    resumed = f"import sys, feddd.cli\nsys.argv = ['feddd', 'run', '--resume', {str(out)!r}]\nfeddd.cli.main()"
+    hidden = code.rename(tmp_path / "gone")
+    lost = python(resumed)
+    assert lost.returncode == 2
+    assert f"the run was begun with code from {code}, which is gone" in lost.stderr
+    assert lost.stderr.count("\n") == 1
+    hidden.rename(code)
+    done = python(resumed)
+    assert done.returncode == 0, done.stderr
 
 
 def feddd_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ import typer
 
 from feddd import __version__
 from feddd.cli_measure import bench, reproduce, run_on_testbed
-from feddd.cli_options import DataDir, Json, Overrides, Stopped, print_json
+from feddd.cli_options import DataDir, Json, Overrides, Stopped, Verb, print_json
 from feddd.cli_run import run
 from feddd.errors import InputError, RunError
 
@@ -74,7 +75,7 @@ def _fail(reason: str, code: int) -> None:
     sys.exit(code)
 
 
-app.command()(run)
+app.command(cls=Verb)(run)
 
 
 @presets_app.callback()
@@ -97,7 +98,7 @@ def presets(context: typer.Context, as_json: Json = False) -> None:
             typer.echo(f"  {name:<{width}}  {about[name]}")
 
 
-@presets_app.command("show")
+@presets_app.command("show", cls=Verb)
 def presets_show(name: str, as_json: Json = False) -> None:
     """Print a preset's TOML, a start for a file of your own; --json prints it with every default filled in."""
     from feddd.experiments.loading import load_experiment
@@ -110,7 +111,7 @@ def presets_show(name: str, as_json: Json = False) -> None:
         typer.echo(known().get(name) or experiment.to_toml(), nl=False)
 
 
-@app.command()
+@app.command(cls=Verb)
 def plan(
     fleet: Annotated[
         Path, typer.Argument(help="CSV: client, uplink_bits_per_s, downlink_bits_per_s, compute_seconds …")
@@ -134,13 +135,16 @@ def plan(
         print_plan(planned)
 
 
-@app.command()
+@app.command(cls=Verb)
 def report(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of runs; several seeds of one experiment become bands.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.html and pictures; default: the (first) run's.")
+        Path | None,
+        typer.Option(
+            help="Folder for report.html and pictures; default: the run's, for several runs/comparison-TIMESTAMP."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -150,7 +154,7 @@ def report(
     from feddd.experiments.results import load_results
 
     results = [load_results(folder) for folder in folders]
-    target = out or folders[0]
+    target = out or (folders[0] if len(folders) == 1 else _comparison_folder())
     target.mkdir(parents=True, exist_ok=True)
     page = write_report(results, target / "report.html")
     pictures = write_figures(results, target / "figures")
@@ -160,12 +164,12 @@ def report(
         typer.echo(f"{page}\n{target / 'figures'}: {len(pictures)} pictures")
 
 
-app.command()(reproduce)
-app.command("testbed")(run_on_testbed)
-app.command()(bench)
+app.command(cls=Verb)(reproduce)
+app.command("testbed", cls=Verb)(run_on_testbed)
+app.command(cls=Verb)(bench)
 
 
-@data_app.command("fetch")
+@data_app.command("fetch", cls=Verb)
 def data_fetch(
     name: Annotated[str, typer.Argument(help="mnist, fashion-mnist or cifar10.")],
     data_dir: DataDir = None,
@@ -181,7 +185,7 @@ def data_fetch(
         typer.echo(f"{name} is in {folder}")
 
 
-@data_app.command("show")
+@data_app.command("show", cls=Verb)
 def data_show(
     experiment: Annotated[str, typer.Argument(help="A preset's name or a TOML file.")],
     overrides: Overrides = None,
@@ -193,8 +197,10 @@ def data_show(
     """Draw how an experiment spreads its data over the clients."""
     from feddd.experiments.figures import partition_figure
     from feddd.experiments.loading import load_experiment
+    from feddd.experiments.plotting import check_format
     from feddd.experiments.running import preview
 
+    check_format(out)
     loaded = load_experiment(experiment, overrides or (), {} if seed is None else {"seed": seed})
     results = preview(loaded, data_dir)
     partition_figure([results]).savefig(out, dpi=150)
@@ -207,6 +213,13 @@ def data_show(
         f"{loaded.data.dataset}, {loaded.data.partition}: {len(samples)} clients, {sum(samples)} samples, "
         f"{min(samples)} to {max(samples)} each; picture: {out}"
     )
+
+
+def _comparison_folder() -> Path:
+    """Name a folder that is not there yet, for a page about several runs: none of them loses its own."""
+    stamped = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (stamped, *(f"{stamped}-{number}" for number in range(2, 1000)))
+    return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
 
 
 def _first_comment(text: str) -> str:

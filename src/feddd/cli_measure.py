@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,15 +117,10 @@ def run_on_testbed(
     Every client is a process in a network namespace of its own, behind a link shaped to the experiment's rates. The
     tables are those of a simulation, with wall seconds; wire.json has the bytes that passed the cables.
     """
+    _check_flower()
     from feddd.experiments.loading import load_experiment
     from feddd.reporting import RunProgress, print_summary
-
-    try:
-        from feddd.testbed.running import Options, run_testbed
-    except ModuleNotFoundError as error:
-        if error.name != "flwr":
-            raise
-        raise InputError('the testbed needs Flower: pip install "feddd[flower]"') from error
+    from feddd.testbed.running import Options, run_testbed
 
     base = {key: value for key, value in (("seed", seed), ("rounds", rounds)) if value is not None}
     loaded = load_experiment(experiment, overrides or (), base)
@@ -135,6 +131,12 @@ def run_on_testbed(
         print_json({"path": str(results.path), **results.summary})
     elif not quiet:
         print_summary(results, "wall")
+
+
+def _check_flower() -> None:
+    """Refuse to begin without Flower, which comes with an extra and brings what makes certificates."""
+    if not all(find_spec(package) for package in ("flwr", "cryptography")):
+        raise InputError('the testbed needs the extra flower: pip install "feddd[flower]"')
 
 
 def bench(

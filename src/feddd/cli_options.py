@@ -11,7 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import click
 import typer
+from typer.core import TyperCommand
 
 from feddd.errors import RunError
 
@@ -38,6 +40,19 @@ class ScaleChoice(StrEnum):
     smoke = "smoke"
     small = "small"
     full = "full"
+
+
+class Verb(TyperCommand):
+    """A command that refuses an option of one value given twice, instead of taking the last one silently."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Look at the options as they were given, then parse them as always."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in given:
+            one_value = isinstance(option, click.Option) and not (option.multiple or option.is_flag or option.count)
+            if one_value and given.count(option) > 1:
+                raise click.UsageError(f"{option.opts[0]} is given {given.count(option)} times; it takes one value")
+        return super().parse_args(ctx, args)
 
 
 class Stopped(RunError):

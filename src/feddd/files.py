@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import secrets
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 128 * 2**20
 """No text that is read whole is longer: a fleet of more than a million clients fits."""
 _MOST_LEVELS = 50
+_ILLEGAL = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
+_RESERVED = re.compile(
+    r"con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]", re.IGNORECASE
+)  # names of devices on Windows
 
 
 def user_cache() -> Path:
@@ -20,6 +27,35 @@ def user_cache() -> Path:
     # A relative XDG_CACHE_HOME is to be ignored, says the XDG specification.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "feddd"
+
+
+def portable_name(text: str) -> str:
+    """Turn a text into a file name that is legal on every system; one that is legal already stays as it is.
+
+    A name that had to be changed has a digest of the text, so that different texts keep different names.
+    """
+    legal = _ILLEGAL.sub("_", text).rstrip(". ")
+    stem, dot, rest = legal.partition(".")
+    if text and legal == text and not _RESERVED.fullmatch(stem.rstrip()):
+        return text
+    return f"{stem}-{_digest(text)}{dot}{rest}"
+
+
+def distinct_names(texts: Iterable[str]) -> dict[str, str]:
+    """Give every text a portable name of its own, also for systems that do not tell upper from lower case."""
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for text in texts:
+        name = portable_name(text)
+        while name.casefold() in taken:
+            name = f"{name}-{_digest(text)}"
+        taken.add(name.casefold())
+        names[text] = name
+    return names
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -27,7 +27,7 @@ from feddd.simulation.standing import Standing, pack_standing, unpack_standing
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.saving import MALFORMED, CannotBeSaved
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2
 SHARE = 0.01
 """Checkpoints take at most this share of a run's time: the dearer, the fewer."""
@@ -48,8 +48,8 @@ class Checkpoints:
         """place: of the strategy in the experiment    seconds: from one to the next (default: as the cost allows)"""
         self._folder = folder / CHECKPOINTS
         self._place = place
-        self._label = label
-        self._strategy = strategy
+        self.label = label
+        self.strategy = strategy
         self._seconds = seconds
         self._journal: Journal | None = None
         self._cheap_seconds, self._dear_seconds = FIRST_SECONDS, 0.0
@@ -69,7 +69,7 @@ class Checkpoints:
                 break
             except (OSError, SafetensorError, *MALFORMED) as error:
                 standing, position = None, Position()
-                instead = f"{found[at + 1].name} is used" if found[at + 1 :] else f"{self._label} begins again"
+                instead = f"{found[at + 1].name} is used" if found[at + 1 :] else f"{self.label} begins again"
                 log.warning("checkpoint %s cannot be used (%s); %s", path.name, error, instead)
                 path.unlink()
         self._journal = Journal(self._rows, position)
@@ -83,14 +83,14 @@ class Checkpoints:
         now = time.monotonic()
         if not self._possible or now - self._latest < self._apart(self._cheap_seconds):
             return
-        holding = simulation.holding(self._strategy, record.state)
+        holding = simulation.holding(self.strategy, record.state)
         if holding and now - self._latest < self._apart(max(self._guess(simulation, record), SHARE * DEAR_SECONDS)):
             return
         try:
             self._write(simulation.standing(record, holding), self._journal)
         except CannotBeSaved as error:
             self._possible = False
-            log.warning("strategy %r: %s; interrupted, it will begin again", self._label, error)
+            log.warning("strategy %r: %s; interrupted, it will begin again", self.label, error)
         self._latest = time.monotonic()
         if holding:
             self._dear_seconds = self._latest - now

@@ -40,6 +40,8 @@ BUILT_IN: Mapping[str, Any] = {
     "stc": STC,
 }
 """Every method by name."""
+UNNAMED = "the experiment"
+"""What errors call an experiment that comes from no file."""
 IMPORT_PATH = "package.module:function"
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
@@ -258,6 +260,11 @@ class Experiment(_Section):
             raise ValueError(f"two strategies are labelled {twice!r}; give one of them another label")
         return value
 
+    @property
+    def import_paths(self) -> list[str]:
+        """The package.module:function that it names."""
+        return [name for name in (self.model.name, *(section.name for section in self.strategy)) if ":" in name]
+
     def to_toml(self) -> str:
         """The resolved experiment; reading it back gives an equal value."""
         return tomli_w.dumps(_without_none(self.model_dump()))
@@ -269,7 +276,7 @@ def _names_a_file(label: str) -> bool:
     return plain is not None and len(label.encode()) <= 200 and label not in (".", "..")
 
 
-def parse_experiment(document: Mapping[str, Any], where: str = "the experiment") -> Experiment:
+def parse_experiment(document: Mapping[str, Any], where: str = UNNAMED) -> Experiment:
     """Validate a document; the first thing wrong becomes one line."""
     try:
         return Experiment.model_validate(document)

@@ -49,6 +49,7 @@ from feddd.experiments.views import (
 Abscissa = Literal["rounds", "time", "bytes"]
 
 _MOST_CLIENTS = 30
+_MOST_LETTERS = 16
 
 
 def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -> Figure:
@@ -162,7 +163,7 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
     for axes, (line, number, clients) in zip(grid, panels, strict=False):
         # The same scale everywhere, so that strategies can be compared.
         axes.set_xlim(0, 1.05 * longest / scale)
-        _draw_round(axes, clients, scale)
+        _draw_round(axes, line.runs[0], clients, scale)
         rest = f", {_MOST_CLIENTS} of {len(clients)} clients" if len(clients) > _MOST_CLIENTS else ""
         axes.set(title=f"{line_title(line)}: round {number}{rest}", xlabel=f"simulated time ({unit})", ylabel="client")
     if panels:
@@ -172,7 +173,7 @@ def straggler_figure(results: Sequence[Results], round_number: int | None = None
     return figure
 
 
-def _draw_round(axes: Axes, clients: Sequence[Timeline], scale: float) -> None:
+def _draw_round(axes: Axes, run: Results, clients: Sequence[Timeline], scale: float) -> None:
     shown = thin(clients, _MOST_CLIENTS)
     y, left = np.arange(len(shown)), np.zeros(len(shown))
     for phase, colour, hatch in (
@@ -183,22 +184,22 @@ def _draw_round(axes: Axes, clients: Sequence[Timeline], scale: float) -> None:
         widths = np.array([getattr(one, phase) for one in shown]) / scale
         axes.barh(y, widths, 0.8, left, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=phase)
         left += widths
-    axes.set_yticks(
-        y, [str(one.client) if one.status == "ok" else f"{one.client} ({one.status[:12]})" for one in shown]
-    )
+    names = [plain_text(run.client_name(one.client)[:_MOST_LETTERS]) for one in shown]
+    states = ["" if one.status == "ok" else f" ({one.status[:12]})" for one in shown]
+    axes.set_yticks(y, [name + state for name, state in zip(names, states, strict=True)])
     axes.tick_params(axis="y", labelsize=7)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     slowest = shown[0]
     if slowest.status == "ok":
-        _mark_slowest(axes, slowest, scale)
+        _mark_slowest(axes, names[0], slowest, scale)
 
 
-def _mark_slowest(axes: Axes, slowest: Timeline, scale: float) -> None:
+def _mark_slowest(axes: Axes, name: str, slowest: Timeline, scale: float) -> None:
     end = slowest.total / scale
     axes.get_yticklabels()[0].set(color=COLOURS[1], fontweight="bold")
     axes.axvline(end, color=COLOURS[1], linestyle="--", linewidth=1)
     axes.annotate(
-        f"client {slowest.client}: {human_seconds(slowest.total)}",
+        f"client {name}: {human_seconds(slowest.total)}",
         (end, 0.06),
         xycoords=axes.get_xaxis_transform(),
         xytext=(5 if end < axes.get_xlim()[1] / 2 else -5, 0),

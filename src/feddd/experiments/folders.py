@@ -29,8 +29,8 @@ from torch import Tensor
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment
 from feddd.experiments.report import write_report
-from feddd.experiments.results import CHECKPOINTS, Results, is_finished, load_results, summarise
-from feddd.files import sync_folder, write_atomically
+from feddd.experiments.results import CHECKPOINTS, FLEET_FILE, Results, is_finished, load_results, summarise
+from feddd.files import distinct_names, portable_name, sync_folder, write_atomically
 
 REFRESH_SECONDS = 30
 """An open page about a run that goes on loads itself again after so long."""
@@ -84,8 +84,9 @@ def create_folder(
             sync_folder(folder.parent)
     except BaseException as error:
         with lock:
-            for path in [made / CHECKPOINTS] if made == folder else [made]:
-                shutil.rmtree(path, ignore_errors=True)
+            if made == folder:
+                (made / FLEET_FILE).unlink(missing_ok=True)
+            shutil.rmtree(made / CHECKPOINTS if made == folder else made, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise _taken(folder) from None
         raise
@@ -95,7 +96,7 @@ def create_folder(
 def free_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
     """The folder for a new run; one that holds something is refused."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(out) if out is not None else Path("runs") / f"{experiment.name}-{stamp}"
+    folder = Path(out) if out is not None else Path("runs") / portable_name(f"{experiment.name}-{stamp}")
     try:
         if folder.exists() and (not folder.is_dir() or not _is_empty(folder)):
             raise _taken(folder)
@@ -113,7 +114,9 @@ def _taken(folder: Path) -> InputError:
 def _is_empty(folder: Path) -> bool:
     """Nothing in it but what a run leaves that was killed before it had written its config."""
     inner = {path.name for path in (folder / CHECKPOINTS).glob("*")}
-    unborn = re.compile(rf"environment\.json|{CHECKPOINTS}|\.(config\.toml|environment\.json)\.\w{{8}}")
+    # Without the run's own folder beside it a fleet's file is somebody else's.
+    ours = rf"|\.?{re.escape(FLEET_FILE)}(\.\w{{8}})?" if "run.json" in inner else ""
+    unborn = re.compile(rf"environment\.json|{CHECKPOINTS}|\.(config\.toml|environment\.json)\.\w{{8}}{ours}")
     return all(unborn.fullmatch(path.name) for path in folder.iterdir()) and inner <= {"lock", "run.json"}
 
 
@@ -128,9 +131,18 @@ def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Pa
 
 
 def begin_folder(folder: Path, experiment: Experiment, about: Mapping[str, Any] | None = None) -> None:
-    """What a run's folder holds from the start: where it runs, and the resolved config."""
+    """What a run's folder holds from the start: where it runs, its fleet's file, and the resolved config."""
     write_environment(folder, about or environment(experiment.seed))
-    _write_text(folder / "config.toml", experiment.to_toml())
+    if experiment.fleet.file is not None:
+        write_atomically(folder / FLEET_FILE, Path(experiment.fleet.file).read_bytes())
+    _write_text(folder / "config.toml", recorded(experiment).to_toml())
+
+
+def recorded(experiment: Experiment) -> Experiment:
+    """The experiment as a run's config.toml has it: the fleet's file lies beside, wherever the folder is moved."""
+    if experiment.fleet.file is None:
+        return experiment
+    return experiment.model_copy(update={"fleet": experiment.fleet.model_copy(update={"file": FLEET_FILE})})
 
 
 def write_environment(folder: Path, about: Mapping[str, Any]) -> None:
@@ -187,20 +199,21 @@ def finish_folder(folder: Path) -> Results:
     return results
 
 
-def model_file(folder: Path, label: str) -> Path:
+def model_file(folder: Path, experiment: Experiment, label: str) -> Path:
     """Where a strategy's final model is; it is there when the strategy is finished."""
-    return folder / f"model-{label}.safetensors"
+    names = distinct_names(section.label for section in experiment.strategy)
+    return folder / f"model-{names[label]}.safetensors"
 
 
-def write_model(folder: Path, label: str, model: Mapping[str, Tensor]) -> None:
+def write_model(path: Path, model: Mapping[str, Tensor]) -> None:
     """Save a global model; tied tensors once each, because the format does not share memory."""
     first: dict[int, str] = {}
     untied = {
         name: t.contiguous() for name, t in model.items() if first.setdefault(t.data_ptr() or id(t), name) == name
     }
-    sync_folder(folder)  # the tables come first
-    write_atomically(model_file(folder, label), safetensors.torch.save(untied))
-    sync_folder(folder)
+    sync_folder(path.parent)  # the tables come first
+    write_atomically(path, safetensors.torch.save(untied))
+    sync_folder(path.parent)
 
 
 def to_json(document: Any) -> str:

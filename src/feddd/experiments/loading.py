@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError, nearest
-from feddd.experiments.config import COMPARED, Experiment, parse_experiment
+from feddd.experiments.config import COMPARED, UNNAMED, Experiment, parse_experiment
 from feddd.files import parse_toml, read_text
+from feddd.world.models import import_from
 
 # What a preset's name begins with, and what it may end with, in the order of a table of contents.
 _WORLDS = ("quickstart", "mnist", "fashion-mnist", "cifar10", "heterogeneous-a", "heterogeneous-b")
@@ -68,10 +70,36 @@ def load_experiment(
         raise InputError(f"{where} is not valid TOML: {error}") from error
     document.setdefault("name", where if where in presets() else Path(where).stem)
     _name_strategies(document)
+    return _parse(document, list(overrides), dict(base or {}), where)
+
+
+def _parse(document: dict[str, Any], overrides: list[str], base: dict[str, Any], where: str) -> Experiment:
+    """Validate the document with what was set on top; an error names the option that brought it about."""
+    steps = [(where, document)]
     for override in overrides:
-        _override(document, override)
+        changed = copy.deepcopy(steps[-1][1])
+        _override(changed, override)
+        steps.append((f"--set {override}", changed))
+    for key, value in base.items():
+        steps.append((f"--{key} {value}", steps[-1][1] | {key: value}))
+    found = _attempt(steps[-1][1], where)
+    if isinstance(found, Experiment):
+        if found.import_paths and where not in presets():
+            import_from(Path(where).parent.absolute())
+        return found
+    # The first step after which this very thing is wrong.
+    option = next(name for name, changed in steps if _attempt(changed, where) == found)
+    raise InputError(f"{option}: {found}")
+
+
+def _attempt(document: dict[str, Any], where: str) -> Experiment | str:
+    """Give the experiment, or what is wrong with it."""
+    document = copy.deepcopy(document)
     _relative_to(document, where)
-    return parse_experiment(document | dict(base or {}), where)
+    try:
+        return parse_experiment(document)
+    except InputError as error:
+        return str(error).removeprefix(f"{UNNAMED}: ")
 
 
 def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
@@ -80,7 +108,7 @@ def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
         return known[path_or_name], path_or_name
     path = Path(path_or_name)
     try:
-        return read_text(path), str(path)
+        return read_text(path, "utf-8-sig"), str(path)  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         hint = nearest(str(path_or_name), known, "`feddd presets` lists the presets")
         raise InputError(f"no preset or file {str(path_or_name)!r}; {hint}") from None
@@ -99,7 +127,7 @@ def _override(document: dict[str, Any], override: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise InputError(f"--set takes key=value, not {override!r}")
-    value = _toml_value(text.strip())
+    value = _toml_value(text.strip(), override)
     target: dict[str, Any] = document
     if parts[0] == "strategy":
         target, parts = _strategy_table(document, parts, override)
@@ -121,18 +149,20 @@ def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -
     return by_label[label], [key]
 
 
-def _toml_value(text: str) -> Any:
+def _toml_value(text: str, override: str) -> Any:
     """A value in TOML syntax; a bare word is a string."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         if re.fullmatch(r"[A-Za-z_][\w./:-]*", text):
             return text
-        raise InputError(f"--set: {text!r} is neither a TOML value nor a bare word") from None
+        raise InputError(f"--set {override}: {text!r} is neither a TOML value nor a bare word") from None
 
 
 def _relative_to(document: dict[str, Any], where: str) -> None:
-    """A fleet file is looked for beside the experiment that names it."""
+    """A fleet file is looked for beside the experiment that names it, then in the current folder."""
     fleet = document.get("fleet")
     if isinstance(fleet, dict) and isinstance(fleet.get("file"), str) and where not in presets():
-        fleet["file"] = str(Path(where).parent.absolute() / fleet["file"])
+        beside = Path(where).parent.absolute() / fleet["file"]
+        here = Path(fleet["file"]).absolute()
+        fleet["file"] = str(here if here.is_file() and not beside.is_file() else beside)

@@ -7,9 +7,11 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from feddd.errors import InputError, nearest
 from feddd.experiments.views import COLOURS, Line
 
 # Lines, markers and hatches differ as well as colours, so that a print in black and white can be read.
@@ -27,6 +29,14 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
             figure.savefig(target, dpi=150, metadata=metadata)
             written.append(target)
     return written
+
+
+def check_format(path: Path) -> None:
+    """Refuse a file whose name ends in no format that pictures can be written in."""
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise InputError(f"{path}: pictures cannot be written as {ending!r}; {nearest(ending, sorted(known))}")
 
 
 def plain_axes(figure: Figure) -> Axes:

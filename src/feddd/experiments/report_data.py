@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +28,7 @@ from feddd.experiments.views import (
 
 # Enough to see, and small next to plotly.js: rounds and clients of the straggler picture; rows, columns of heat maps.
 _MOST_ROUNDS, _MOST_CLIENTS, _MOST_ROWS, _MOST_COLUMNS = 30, 40, 300, 200
+_MOST_LETTERS = 40
 
 
 def page_data(results: Sequence[Results]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
         ],
         "reached": _reached(shown, targets(results)),
         "dropout": [
-            {"label": _run_label(line, run), **_heat(matrix)}
+            {"label": _run_label(line, run), **_heat(matrix, y=_names(run))}
             for line in shown
             for run in line.runs
             if (matrix := dropout_matrix(run, line.strategy)) is not None
@@ -67,7 +68,7 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
             for run in line.runs
         ],
         "partitions": [
-            {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix)}
+            {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix, x=_names(run))}
             for run in results
             if (matrix := partition_matrix(run)) is not None
         ],
@@ -105,11 +106,21 @@ def _run_label(line: Line, run: Results) -> str:
     return line.label if len(line.runs) == 1 else f"{line.label}, seed {run.config['seed']}"
 
 
-def _heat(matrix: Matrix) -> dict[str, Any]:
+def _names(run: Results) -> Callable[[int], str | int]:
+    """How pictures call a run's clients: a long name would leave no room for them."""
+
+    def name(client: int) -> str | int:
+        full = run.client_name(client)
+        return full if len(full) <= _MOST_LETTERS else f"{full[:_MOST_LETTERS]}… ({client})"
+
+    return name if run.clients else int
+
+
+def _heat(matrix: Matrix, x: Callable[[int], str | int] = int, y: Callable[[int], str | int] = int) -> dict[str, Any]:
     rows, columns = thin(range(len(matrix.rows)), _MOST_ROWS), thin(range(len(matrix.columns)), _MOST_COLUMNS)
     return {
-        "x": [matrix.columns[at] for at in columns],
-        "y": [matrix.rows[at] for at in rows],
+        "x": [x(matrix.columns[at]) for at in columns],
+        "y": [y(matrix.rows[at]) for at in rows],
         "z": [_short(row) for row in matrix.values[rows][:, columns].tolist()],
         "thinned": len(rows) < len(matrix.rows) or len(columns) < len(matrix.columns),
     }
@@ -124,7 +135,7 @@ def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
             {
                 "round": number,
                 "of": len(clients),
-                "clients": [one.client for one in some],
+                "clients": [_names(run)(one.client) for one in some],
                 "status": [one.status for one in some],
                 **{phase: _short(getattr(one, phase) for one in some) for phase in ("download", "compute", "upload")},
             }

@@ -5,6 +5,7 @@ Everything here is a function of the experiment, except ``timings``, which says 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ import pyarrow as pa
 from feddd.errors import InputError
 from feddd.experiments.trusting import check_config, read_checked
 from feddd.files import parse_json, parse_toml, read_text
+from feddd.world.fleets import read_csv
 
 CHECKPOINTS = "checkpoint"
 """In a run's folder until it is finished: what it goes on from, and the lock of the process that runs it."""
+
+FLEET_FILE = "fleet.csv"
+"""In the folder of a run whose fleet came from a file: a copy of it."""
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 
@@ -76,10 +81,22 @@ class Results:
     summary: Mapping[str, Any]
     tables: Mapping[str, Any]
 
+    @functools.cached_property
+    def clients(self) -> tuple[str, ...]:
+        """The clients' names, where the fleet came from a file: those in the folder's copy of it."""
+        # A config may come from a stranger: no other file that it names is read.
+        path = self.path / FLEET_FILE
+        named = self.config.get("fleet", {}).get("file") == FLEET_FILE and path.is_file()
+        return read_csv(path).clients if named else ()
+
     @property
     def labels(self) -> list[str]:
         """The strategies' labels, in the order of the config."""
         return [strategy["label"] for strategy in self.config["strategy"]]
+
+    def client_name(self, client: int) -> str:
+        """What a client is called: as in the fleet's file, else by its number."""
+        return self.clients[client] if 0 <= client < len(self.clients) else str(client)
 
     def rows(self, table: str, **equal: object) -> list[dict[str, Any]]:
         """The rows of a table whose columns equal the given values, as dicts."""
@@ -106,7 +123,7 @@ def load_results(path: str | os.PathLike[str]) -> Results:
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} is not a run's folder: it has no config.toml")
     try:
-        config = parse_toml(read_text(folder / "config.toml"))
+        config = parse_toml(read_text(folder / "config.toml", "utf-8-sig"))
         check_config(config)
         documents = {name: _read_json(folder / f"{name}.json") for name in ("environment", "summary")}
         tables = {name: read_table(folder, name) for name in SCHEMAS}

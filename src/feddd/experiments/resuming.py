@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -20,11 +21,21 @@ from safetensors import SafetensorError, safe_open
 
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
-from feddd.experiments.folders import environment, model_file, versions, write_environment
+from feddd.experiments.folders import (
+    begin_folder,
+    environment,
+    model_file,
+    recorded,
+    to_json,
+    versions,
+    write_environment,
+)
 from feddd.experiments.results import CHECKPOINTS, read_table
 from feddd.experiments.tables import Rows
+from feddd.files import write_atomically
 from feddd.simulation.simulator import Simulation
 from feddd.simulation.workers import WorkerDied
+from feddd.world.models import import_folder, import_from, import_object
 
 log = logging.getLogger("feddd")
 
@@ -33,7 +44,7 @@ _TABLES = ("rounds", "clients", "classes", "timings")
 
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """A digest of everything that a run's numbers come from, as far as it was given from outside."""
-    world, digest = simulation.world, hashlib.sha256(experiment.to_toml().encode())
+    world, digest = simulation.world, hashlib.sha256(recorded(experiment).to_toml().encode())
     devices = world.devices
     for array in (
         *world.parts,
@@ -42,7 +53,28 @@ def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
         *(tensor.detach().cpu().numpy() for tensor in simulation.initial.values()),
     ):
         digest.update(np.ascontiguousarray(array).tobytes())
-    return {"sha256": digest.hexdigest()}
+    return {"sha256": digest.hexdigest(), "imports": import_folders(experiment)}
+
+
+def import_folders(experiment: Experiment) -> dict[str, str]:
+    """Where the experiment's own code was found, by import path: its run's config.toml lies elsewhere."""
+    found = {path: import_folder(path) for path in experiment.import_paths}
+    return {path: str(folder) for path, folder in found.items() if folder is not None}
+
+
+def find_imports(folder: Path, experiment: Experiment) -> None:
+    """Let the code be found that an interrupted run was begun with; say where it was if it is gone."""
+    places = _document(folder / CHECKPOINTS / "run.json").get("imports")
+    before = {path: Path(str(place)) for path, place in places.items()} if isinstance(places, dict) else {}
+    for place in before.values():
+        import_from(place)
+    for path in experiment.import_paths:
+        try:
+            import_object(path)
+        except InputError as error:
+            where = f"; the run was begun with code from {before[path]}" if path in before else ""
+            gone = ", which is gone" if path in before and not before[path].is_dir() else ""
+            raise InputError(f"{error}{where}{gone}") from error
 
 
 def check_identity(folder: Path, found: Mapping[str, Any]) -> None:
@@ -55,6 +87,18 @@ def check_identity(folder: Path, found: Mapping[str, Any]) -> None:
     other = [f"{name} {before[name]} → {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if other:
         log.warning("%s was begun with other versions (%s): the last digits may differ", folder, ", ".join(other))
+
+
+def reuse_folder(folder: Path, experiment: Experiment, found: Mapping[str, Any]) -> None:
+    """Make a folder ready for a run: as it is if an interrupted run of the same has left it, else begun anew."""
+    if (folder / "config.toml").is_file() and _document(folder / CHECKPOINTS / "run.json") == found:
+        check_identity(folder, found)
+        tidy(folder, experiment)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / CHECKPOINTS).mkdir(parents=True)
+    write_atomically(folder / CHECKPOINTS / "run.json", to_json(found).encode())
+    begin_folder(folder, experiment)
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -70,7 +114,7 @@ def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str]
     labels = [section.label for section in experiment.strategy]
     try:
         tables = {name: read_table(folder, name) for name in _TABLES}
-        finished = list(takewhile(lambda label: _is_finished(folder, label, tables, experiment.rounds), labels))
+        finished = list(takewhile(lambda label: _is_finished(folder, experiment, label, tables), labels))
     except (OSError, pa.ArrowException) as error:
         log.warning("the tables in %s cannot be read (%s); all strategies begin again", folder, error)
         return [], []
@@ -81,14 +125,15 @@ def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str]
     return finished, rows
 
 
-def _is_finished(folder: Path, label: str, tables: dict[str, Any], rounds: int) -> bool:
+def _is_finished(folder: Path, experiment: Experiment, label: str, tables: dict[str, Any]) -> bool:
     try:
-        with safe_open(model_file(folder, label), framework="pt"):
+        with safe_open(model_file(folder, experiment, label), framework="pt"):
             pass
     except (OSError, SafetensorError):
         return False
     return all(
-        set(table.filter(pc.equal(table["strategy"], label))["round"].to_pylist()) == set(range(1, rounds + 1))
+        set(table.filter(pc.equal(table["strategy"], label))["round"].to_pylist())
+        == set(range(1, experiment.rounds + 1))
         for table in (tables["rounds"], tables["clients"])
     )
 

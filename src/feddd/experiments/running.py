@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from feddd.core.streams import stream
-from feddd.core.units import units
 from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
 from feddd.experiments.folders import (
     Lock,
-    begin_folder,
     create_folder,
     finish_folder,
+    model_file,
     report_so_far,
     write_model,
 )
@@ -30,19 +31,23 @@ from feddd.experiments.loading import load_experiment
 from feddd.experiments.results import SCHEMAS, Results, check_run_folder, is_finished, load_results
 from feddd.experiments.resuming import (
     check_identity,
+    find_imports,
     finished_strategies,
     identity,
     resumable,
+    reuse_folder,
     tidy,
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
 from feddd.simulation.processes import WorkerPool
+from feddd.simulation.proof import Trial, settle_trainer
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
-from feddd.simulation.trainers import choose_trainer, make_trainer
 from feddd.simulation.training import Training
 from feddd.strategies.protocol import start
 from feddd.world import datasets, fleets, models, partitions, synthetic
+
+log = logging.getLogger("feddd")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def run(
         experiment = load_experiment(experiment)
     options = _options(workers, engine, ray_address, state_dir, wire, pool)
     world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
-    experiment = _resolved(experiment, world)
+    note_unused_columns(experiment)
+    experiment = resolved(experiment, world)
     with Simulation(world, **options) as simulation:
         _check_plans(simulation, experiment)
         folder, lock = create_folder(experiment, out, identity(experiment, simulation))
@@ -116,7 +122,8 @@ def resume(
         finished, rows = finished_strategies(folder, experiment)
         if len(finished) < len(experiment.strategy):
             options = _options(workers, engine, ray_address, state_dir, wire, pool)
-            world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
+            find_imports(folder, experiment)
+            world = build_world(experiment, Path(data_dir) if data_dir is not None else None, prove=False)
             with Simulation(world, **options) as simulation:
                 check_identity(folder, identity(experiment, simulation))
                 _simulate(simulation, experiment, folder, rows, watch, checkpoint_seconds, finished)
@@ -140,21 +147,27 @@ def _simulate(
         for place, section in enumerate(experiment.strategy):
             if section.label in finished:
                 continue
-            label, strategy = section.label, section.build()
-            checkpoints = Checkpoints(folder, place, label, strategy, checkpoint_seconds)
-            after, before = checkpoints.find(simulation.initial)
-            tables.restore(before)
-            for record in simulation.run(
-                strategy, experiment.rounds, evaluate_every=experiment.evaluate_every, after=after
-            ):
-                added = tables.add(label, record)
+            checkpoints = Checkpoints(folder, place, section.label, section.build(), checkpoint_seconds)
+            for record in _rounds(simulation, experiment, checkpoints, tables):
                 if watch:
-                    watch(Progress(label, record))
-                if record.round < experiment.rounds:
-                    checkpoints.offer(simulation, record, added)
+                    watch(Progress(section.label, record))
             tables.flush()
-            write_model(folder, label, record.state.model)
+            write_model(model_file(folder, experiment, section.label), record.state.model)
             checkpoints.clear()
+
+
+def _rounds(
+    simulation: Simulation, experiment: Experiment, checkpoints: Checkpoints, tables: Tables
+) -> Iterator[RoundRecord]:
+    """Run one strategy from its checkpoint if it has one, else from the start; every round goes into the tables."""
+    after, before = checkpoints.find(simulation.initial)
+    tables.restore(before)
+    rounds = experiment.rounds
+    for record in simulation.run(checkpoints.strategy, rounds, evaluate_every=experiment.evaluate_every, after=after):
+        added = tables.add(checkpoints.label, record)
+        yield record
+        if record.round < rounds:
+            checkpoints.offer(simulation, record, added)
 
 
 def _check_plans(simulation: Simulation, experiment: Experiment) -> None:
@@ -189,20 +202,32 @@ def _options(
 
 
 def write_strategy(
-    simulation: Simulation, experiment: Experiment, folder: Path, watch: Callable[[RoundRecord], None]
+    simulation: Simulation,
+    experiment: Experiment,
+    folder: Path,
+    watch: Callable[[RoundRecord], None],
+    checkpoint_seconds: float | None = None,
 ) -> None:
-    """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`."""
+    """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`.
+
+    What an interrupted call has left there is gone on with, if it was of the same experiment.
+    """
     (section,) = experiment.strategy
-    begin_folder(folder, _resolved(experiment, simulation.world))
-    with Tables(folder, seed=experiment.seed) as tables:
-        tables.write_partition(label_counts_of(simulation.world))
-        for record in simulation.run(section.build(), experiment.rounds, evaluate_every=experiment.evaluate_every):
-            tables.add(section.label, record)
-            watch(record)
+    experiment = resolved(experiment, simulation.world)
+    reuse_folder(folder, experiment, identity(experiment, simulation))
+    with Lock(folder):
+        checkpoints = Checkpoints(folder, 0, section.label, section.build(), checkpoint_seconds)
+        with Tables(folder, seed=experiment.seed) as tables:
+            tables.write_partition(label_counts_of(simulation.world))
+            for record in _rounds(simulation, experiment, checkpoints, tables):
+                watch(record)
 
 
-def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
-    """The data split, devices and settings that all strategies of the experiment share."""
+def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: bool = True) -> World:
+    """Return the data split, devices and settings that all strategies of the experiment share.
+
+    prove: try a fast trainer against autograd first; a run that goes on has done that
+    """
     section, seed = experiment.data, experiment.seed
     made = section.dataset in synthetic.SHAPES
     data = synthetic.make(section.dataset) if made else datasets.load(section.dataset, data_dir)
@@ -224,7 +249,7 @@ def build_world(experiment: Experiment, data_dir: Path | None = None) -> World:
         alpha=0.5 if section.alpha is None else section.alpha,
     )
     parts = [chosen[part] for part in parts]
-    training = _training(experiment, data)
+    training = _training(experiment, data, parts[0], prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
     return World(data, parts, devices, experiment.model.name, training, seed, faults)
@@ -242,33 +267,42 @@ def _held_out(
     return dataclasses.replace(data, test_images=images, test_labels=labels), np.delete(chosen, held)
 
 
-def _training(experiment: Experiment, data: datasets.Dataset) -> Training:
-    """The settings, with the trainer that the model gets."""
-    given = experiment.training.model_dump()
-    model = models.build(experiment.model.name, data.image_shape, data.classes)
-    if given["trainer"] == "auto":
-        given["trainer"] = choose_trainer(model)
+def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.int64], prove: bool) -> Training:
+    """Return the settings with the trainer that the model gets; part: one client's samples, to try it on."""
+    given, name = experiment.training, experiment.model.name
     try:
-        torch.empty(0, device=given["device"])
+        torch.empty(0, device=given.device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"training.device {given['device']!r} cannot be used here: {reason}") from error
+        raise InputError(f"training.device {given.device!r} cannot be used here: {reason}") from error
+
+    def build() -> nn.Module:
+        return models.build(name, data.image_shape, data.classes, seed=experiment.seed)
+
+    models.check_fit(build(), torch.zeros(2, *data.image_shape), data.classes, name)
     try:
-        make_trainer(model, units(model), given["trainer"])
+        trial = Trial(build, data, part) if prove else None
+        training, reason = settle_trainer(build(), Training(**given.model_dump()), trial)
     except ValueError as error:
-        raise InputError(f"training.trainer, model {experiment.model.name!r}: {error}") from error
-    return Training(**given)
+        key = "" if given.trainer == "auto" else "training.trainer, "
+        raise InputError(f"{key}model {name!r}: {error}") from error
+    if reason and prove:
+        log.warning("model %r is trained by %r (autograd, one client at a time): %s", name, training.trainer, reason)
+    return training
 
 
-def _resolved(experiment: Experiment, world: World) -> Experiment:
+def resolved(experiment: Experiment, world: World) -> Experiment:
     """The experiment with everything that was left to us written out."""
     training = experiment.training.model_copy(update={"trainer": world.training.trainer})
-    return experiment.model_copy(update={"training": training})
+    changes: dict[str, Any] = {"training": training}
+    if experiment.fleet.file is not None:
+        changes["fleet"] = experiment.fleet.model_copy(update={"clients": len(world.parts)})
+    return experiment.model_copy(update=changes)
 
 
 def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = None) -> Results:
     """An experiment before it has run: its config and how it spreads the data, no rounds."""
-    counts = label_counts_of(build_world(experiment, Path(data_dir) if data_dir is not None else None))
+    counts = label_counts_of(build_world(experiment, Path(data_dir) if data_dir is not None else None, prove=False))
     tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()} | {"partition": partition_table(counts)}
     return Results(Path(), experiment.model_dump(), {}, {}, tables)
 
@@ -282,6 +316,14 @@ def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:
     if "clients" in fleet.model_fields_set and fleet.clients != count:
         raise InputError(f"fleet.clients is {fleet.clients}, but {fleet.file} has {count} clients; leave it out")
     return file
+
+
+def note_unused_columns(experiment: Experiment) -> None:
+    """Say which columns of a fleet file a run does not use: they are for `feddd plan`."""
+    file = _fleet_file(experiment.fleet)
+    unused = [name for name in fleets.OPTIONAL if file and name in file.columns]
+    if unused:
+        log.warning("%s: a run does not use %s, only `feddd plan` does", experiment.fleet.file, ", ".join(unused))
 
 
 def _devices(fleet: FleetSection, file: fleets.FleetFile | None, seed: int, processed: list[int]) -> fleets.Devices:

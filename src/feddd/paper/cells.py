@@ -23,8 +23,9 @@ from typing import Any
 import pyarrow as pa
 
 from feddd.experiments.config import Experiment, construct
-from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
+from feddd.experiments.results import CHECKPOINTS, SCHEMAS, Results, load_results, summarise
 from feddd.experiments.running import build_world, write_strategy
+from feddd.files import portable_name
 from feddd.simulation.simulator import EverybodyDiverged, RoundRecord, Simulation
 
 VERSION = 1
@@ -69,7 +70,7 @@ class Cell:
         experiment = self.experiment
         digest = hashlib.sha256(json.dumps([VERSION, _facts(experiment)], sort_keys=True).encode()).hexdigest()[:12]
         world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.name}"
-        return f"{_slug(world)}/{experiment.strategy[0].name}-seed-{experiment.seed}-{digest}"
+        return f"{_slug(world)}/{portable_name(experiment.strategy[0].name)}-seed-{experiment.seed}-{digest}"
 
 
 def _slug(text: str) -> str:
@@ -100,10 +101,14 @@ def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
 
 
 class Store:
-    """A folder of finished cells."""
+    """A folder of finished cells; one that was interrupted goes on from its latest checkpoint.
 
-    def __init__(self, folder: Path) -> None:
+    checkpoint_seconds: from one to the next (default: as often as costs 1 % of the time)
+    """
+
+    def __init__(self, folder: Path, checkpoint_seconds: float | None = None) -> None:
         self.folder = folder
+        self._checkpoint_seconds = checkpoint_seconds
 
     def has(self, cell: Cell) -> bool:
         """Whether the cell was run to its end: its folder gets its name only then."""
@@ -136,11 +141,16 @@ class Store:
     def _run(self, simulation: Simulation, cell: Cell, watch: Watch | None) -> None:
         target = self.folder / cell.folder
         partial = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         # Where nobody's training ends in finite numbers the run is over; it would end there again, and its tables tell.
         with contextlib.suppress(EverybodyDiverged):
-            write_strategy(simulation, cell.experiment, partial, lambda record: watch(cell, record) if watch else None)
+            write_strategy(
+                simulation,
+                cell.experiment,
+                partial,
+                lambda record: watch(cell, record) if watch else None,
+                self._checkpoint_seconds,
+            )
+        shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
         partial.replace(target)
 
     def combine(self, experiment: Experiment, seed: int) -> Results:
