@@ -69,7 +69,7 @@ PROMISED = {
     "Oort": ["budget", "mode", "straggler_penalty", "value_bits", "error_feedback"],
     "PayloadError": None,
     "Results": ["path", "config", "environment", "summary", "tables"],
-    "Units": ["layers", "fixed", "aliases"],
+    "Units": ["layers", "fixed", "aliases", "frozen"],
     "__version__": None,
     "allocate": [
         *("upload_bits", "seconds_per_bit", "compute_seconds", "contribution"),

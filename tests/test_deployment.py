@@ -126,7 +126,8 @@ def test_a_killed_node_costs_one_round_its_share_and_a_killed_superlink_only_the
 ) -> None:
     experiment = small(60)
     with deployment(tmp_path) as running:
-        run = begin(running, tmp_path, experiment, deadline_seconds=40.0)
+        # Longer than a busy machine needs to start an app; of a killed node Flower says so after a minute.
+        run = begin(running, tmp_path, experiment, deadline_seconds=120.0)
         wait(lambda: len(rounds(tmp_path)) >= 1, running, run)
         running.kill("node-1")
         wait(lambda: any(statuses(r).get(1) != "ok" for r in rounds(tmp_path)), running, run)

@@ -13,8 +13,8 @@ import numpy as np
 
 from feddd.simulation.differences import Arrays, Download
 from feddd.simulation.kept import KeptArrays
-from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.shard import ShardResult, ShardSpec, merge_partials
+from feddd.simulation.reduction import merge_partials, reduce_tree
+from feddd.simulation.shard import ShardResult, ShardSpec
 from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task

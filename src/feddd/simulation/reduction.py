@@ -8,11 +8,22 @@ workers, and a worker sends a few models, not one for every block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from feddd.core.aggregation import Sums, add_sums
 
 T = TypeVar("T")
 Node = tuple[int, int]
 """(level, index): the leaves index · 2^level up to (index + 1) · 2^level; leaves have level 0."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Partial sums of some blocks: of what was sent, and of everything (for the mask error; None if all was sent)."""
+
+    sent: Sums
+    full: Sums | None
 
 
 def reduce_tree(nodes: Mapping[Node, T], leaves: int, merge: Callable[[T, T], T]) -> dict[Node, T]:
@@ -28,3 +39,13 @@ def reduce_tree(nodes: Mapping[Node, T], leaves: int, merge: Callable[[T, T], T]
                 remaining[parent] = merge(remaining.pop(left), remaining.pop(right))
         level += 1
     return remaining
+
+
+def merge_partials(left: Partial, right: Partial) -> Partial:
+    """Two neighbouring subtrees as one; the left one's arrays are used up."""
+    full = None
+    if left.full or right.full:
+        # A block in which nobody dropped anything has sent all it has.
+        everything = left.full or replace(left.sent, numerator=left.sent.numerator.copy())
+        full = add_sums(everything, right.full or right.sent)
+    return Partial(add_sums(left.sent, right.sent), full)

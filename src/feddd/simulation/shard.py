@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from feddd.core.aggregation import Aggregator, Sums, add_sums
+from feddd.core.aggregation import Aggregator
 from feddd.core.payload import coverage_size, droppable_bytes, fixed_bytes, pack_mask, pack_masks, payload_sizes
 from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
@@ -29,7 +29,7 @@ from feddd.simulation.answers import ABSENT, Wire, fault_of, receive_answers
 from feddd.simulation.differences import Arrays, Download, Sent, arriving
 from feddd.simulation.kept import KeptArrays, KeptStore
 from feddd.simulation.parts import Part, blocks_sent, confine, sparse_sent
-from feddd.simulation.reduction import Node, reduce_tree
+from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.trainers import Trainer, make_trainer
 from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate, only
@@ -68,14 +68,6 @@ class ShardSpec:
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Partial sums of some blocks: of what was sent, and of everything (for the mask error; None if all was sent)."""
-
-    sent: Sums
-    full: Sums | None
 
 
 @dataclass(frozen=True)
@@ -372,16 +364,6 @@ class Shard:
     def _count(self, client: int) -> int:
         first, end = self.spec.samples[client]
         return end - first
-
-
-def merge_partials(left: Partial, right: Partial) -> Partial:
-    """Two neighbouring subtrees as one; the left one's arrays are used up."""
-    full = None
-    if left.full or right.full:
-        # A block in which nobody dropped anything has sent all it has.
-        everything = left.full or replace(left.sent, numerator=left.sent.numerator.copy())
-        full = add_sums(everything, right.full or right.sent)
-    return Partial(add_sums(left.sent, right.sent), full)
 
 
 @contextmanager
