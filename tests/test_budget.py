@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from feddd import allocate, units
-from feddd.core.payload import droppable_bytes, fixed_bytes
+from feddd.wire.format import droppable_bytes, fixed_bytes
 from feddd.core.selection import kept_units
 from feddd.world import models
 

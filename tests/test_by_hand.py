@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from feddd.core.payload import unpack_mask
+from feddd.wire.format import unpack_mask
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import RoundRecord, Simulation, World
 from feddd.simulation.training import Training

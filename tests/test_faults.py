@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import feddd
 from feddd import FedAvg, FedCS, FedDD, Oort
-from feddd.core.payload import encode
+from feddd.wire.format import encode
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import parse_experiment
@@ -22,7 +22,7 @@ from feddd.simulation import answers
 from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, Wire, receive_answers
 from feddd.simulation.differences import Sent
 from feddd.simulation.faults import ANSWERS, Faults, draw
-from feddd.simulation.outlook import end_seconds
+from feddd.simulation.forecast import end_seconds
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.checks import PATIENCE, Limits, Refused, check_payload
 from feddd.strategies.protocol import Task, Upload
@@ -196,9 +196,9 @@ def test_a_faulty_run_that_was_interrupted_goes_on_with_the_same_bits(world):
     with Simulation(faulty, workers=1) as simulation:
         whole = list(simulation.run(strategy, 6))
         record = list(simulation.run(strategy, 3))[-1]
-        standing = simulation.standing(record, simulation.holding(strategy, record.state))
+        snapshot = simulation.snapshot(record, simulation.holding(strategy, record.state))
     with Simulation(faulty, workers=2) as simulation:
-        rest = list(simulation.run(strategy, 6, after=standing))
+        rest = list(simulation.run(strategy, 6, after=snapshot))
     assert repr(facts(rest)) == repr(facts(whole[3:]))
     assert same_model(rest, whole)
 

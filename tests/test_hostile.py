@@ -358,7 +358,7 @@ def test_an_honest_introduction_is_believed() -> None:
 
 
 def test_a_coverage_of_signalling_nans_is_refused_without_a_word() -> None:
-    from feddd.core.payload import decode_coverage, encode_coverage
+    from feddd.wire.format import decode_coverage, encode_coverage
 
     table = feddd.units({"l.w": torch.zeros(2)})
     data = encode_coverage({"l": torch.ones(2)}, table)

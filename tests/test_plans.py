@@ -15,7 +15,7 @@ import torch
 
 import feddd
 from feddd import FedAvg, FedCS, FedDD, Oort
-from feddd.core.payload import pack_mask
+from feddd.wire.format import pack_mask
 from feddd.errors import InputError
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation

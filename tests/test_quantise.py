@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import feddd
-from feddd.core.payload import PayloadError, decode_values, pack_mask, payload_sizes
-from feddd.core.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
+from feddd.wire.format import PayloadError, decode_values, pack_mask, payload_sizes
+from feddd.wire.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.errors import RunError

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feddd import FedAvg, FedCS, FedDD, Oort, payload_size
-from feddd.core.payload import coverage_size
+from feddd.wire.format import coverage_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
@@ -292,9 +292,9 @@ def test_a_worker_lost_after_a_resume_goes_on_from_what_was_restored(world):
     undisturbed = [facts(record) for record in records(world, strategy, rounds=6, workers=2)]
     with Simulation(world, workers=1) as simulation:
         record = list(zip(range(3), simulation.run(strategy, 6), strict=False))[-1][1]
-        standing = simulation.standing(record, simulation.holding(strategy, record.state))
+        snapshot = simulation.snapshot(record, simulation.holding(strategy, record.state))
     with Simulation(world, workers=2) as simulation:
-        run = simulation.run(strategy, 6, after=standing)
+        run = simulation.run(strategy, 6, after=snapshot)
         resumed = [facts(next(run))]
         kill(simulation, 0)
         assert resumed + [facts(record) for record in run] == undisturbed[3:]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from feddd.core.payload import PayloadError, most_bytes
-from feddd.core.sparse import (
+from feddd.wire.format import PayloadError, most_bytes
+from feddd.wire.sparse import (
     Chosen,
     choose,
     decode_sparse,
@@ -31,7 +31,7 @@ from feddd.experiments.running import build_world
 from feddd.simulation.kept import KeptStore
 from feddd.simulation.parts import sparse_sent
 from feddd.simulation.simulator import RoundRecord, Simulation
-from feddd.simulation.standing import pack_standing, unpack_standing
+from feddd.simulation.snapshot import pack_snapshot, unpack_snapshot
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.protocol import Sparse, Task
 from feddd.strategies.stc import STC
@@ -174,11 +174,11 @@ def test_workers_the_wire_files_and_a_resume_change_nothing(name: str, tmp_path:
             assert same(records, list(simulation.run(method, 6)))
     with Simulation(world, workers=1) as simulation:
         half = list(simulation.run(method, 3))
-        tensors, document = pack_standing(simulation.standing(half[-1], simulation.holding(method, half[-1].state)))
+        tensors, document = pack_snapshot(simulation.snapshot(half[-1], simulation.holding(method, half[-1].state)))
         assert len(tensors["kept"]) == sum(half[-1].state.last_round > 0) * simulation.units.elements
     with Simulation(world, workers=2) as simulation:
-        standing = unpack_standing(tensors, json.loads(json.dumps(document)), simulation.initial)
-        assert same(records[3:], list(simulation.run(method, 6, after=standing)))
+        snapshot = unpack_snapshot(tensors, json.loads(json.dumps(document)), simulation.initial)
+        assert same(records[3:], list(simulation.run(method, 6, after=snapshot)))
 
 
 def test_sending_every_element_is_fedavg() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import feddd
 from feddd.core.aggregation import Aggregator, add_sums
-from feddd.core.blocks import block_bytes, block_elements, decode_blocks, element_masks, encode_blocks
-from feddd.core.payload import PayloadError, pack_mask, unpack_mask
+from feddd.wire.blocks import block_bytes, block_elements, decode_blocks, element_masks, encode_blocks
+from feddd.wire.format import PayloadError, pack_mask, unpack_mask
 from feddd.core.units import Mask, Units, units
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import construct

@@ -85,7 +85,7 @@ def _payload() -> Target:
     import numpy as np
 
     import feddd
-    from feddd.core.payload import encode
+    from feddd.wire.format import encode
 
     net = _model()
     table, like = feddd.units(net), dict(net.state_dict())
@@ -119,7 +119,7 @@ def _payload() -> Target:
 
 def _mask() -> Target:
     import feddd
-    from feddd.core.payload import pack_mask, unpack_mask
+    from feddd.wire.format import pack_mask, unpack_mask
 
     table = feddd.units(_model())
 
@@ -134,7 +134,7 @@ def _coverage() -> Target:
     import torch
 
     import feddd
-    from feddd.core.payload import decode_coverage, encode_coverage
+    from feddd.wire.format import decode_coverage, encode_coverage
 
     table = feddd.units(_model())
     share = {x.name: torch.linspace(0.1, 1.0, x.units) for x in table.layers}

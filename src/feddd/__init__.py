@@ -16,15 +16,15 @@ _HOMES = {
     "FedDD": "feddd.strategies.feddd",
     "InputError": "feddd.errors",
     "Oort": "feddd.strategies.oort",
-    "PayloadError": "feddd.core.payload",
+    "PayloadError": "feddd.wire.format",
     "Results": "feddd.experiments.results",
     "Units": "feddd.core.units",
     "allocate": "feddd.core.allocation",
-    "decode": "feddd.core.payload",
-    "encode": "feddd.core.payload",
+    "decode": "feddd.wire.format",
+    "encode": "feddd.wire.format",
     "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
-    "payload_size": "feddd.core.payload",
+    "payload_size": "feddd.wire.format",
     "resume": "feddd.experiments.running",
     "run": "feddd.experiments.running",
     "select": "feddd.core.selection",
@@ -34,7 +34,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from feddd.core.aggregation import Aggregator
     from feddd.core.allocation import Allocation, allocate
-    from feddd.core.payload import PayloadError, decode, encode, payload_size
+    from feddd.wire.format import PayloadError, decode, encode, payload_size
     from feddd.core.selection import select
     from feddd.core.units import Units, units
     from feddd.errors import InputError

@@ -51,7 +51,7 @@ class Aggregator:
     """Numerator and denominator of the masked mean; memory does not depend on how many clients are added.
 
     A numerator is kept per element in float64. Weights need one number per unit and width of model: inside a
-    client's sub-model every element of a unit was sent, or none. Blocks (see `core.blocks`) need one per element.
+    client's sub-model every element of a unit was sent, or none. Blocks (see `wire.blocks`) need one per element.
     """
 
     def __init__(self, previous: Params, *, units: Units | None = None) -> None:

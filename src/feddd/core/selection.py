@@ -66,6 +66,12 @@ def select(
     return {name: mask[0] for name, mask in masks.items()}
 
 
+def check_selector(selector: str) -> None:
+    """Refuse a rule that there is not."""
+    if selector not in SELECTORS:
+        raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {selector!r}")
+
+
 def select_stack(
     before: Params,
     after: Params,
@@ -81,8 +87,7 @@ def select_stack(
     for dropout in dropouts:
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must lie between 0 and 1, not {dropout}")
-    if selector not in SELECTORS:
-        raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {selector!r}")
+    check_selector(selector)
     if selector == "random" and rngs is None:
         raise ValueError('selector "random" needs rng, a numpy Generator')
     _check_coverage(units, coverage)

@@ -23,7 +23,7 @@ from feddd.experiments.results import CHECKPOINTS
 from feddd.experiments.tables import Rows
 from feddd.files import sync_folder, write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation
-from feddd.simulation.standing import Standing, pack_standing, unpack_standing
+from feddd.simulation.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.saving import MALFORMED, CannotBeSaved
 
@@ -57,24 +57,24 @@ class Checkpoints:
         self._possible = True
         self.written = 0
 
-    def find(self, like: Mapping[str, Tensor]) -> tuple[Standing | None, list[Rows]]:
+    def find(self, like: Mapping[str, Tensor]) -> tuple[Snapshot | None, list[Rows]]:
         """The latest one that is whole, and the rows up to it; like: the strategy's model."""
         self._folder.mkdir(exist_ok=True)
-        standing, rows, position = None, list[Rows](), Position()
+        snapshot, rows, position = None, list[Rows](), Position()
         found = sorted(self._files(), key=_round, reverse=True)
         for at, path in enumerate(found):
             try:
-                standing, position = _load(path, like)
+                snapshot, position = _load(path, like)
                 rows = read_journal(self._rows, position)
                 break
             except (OSError, SafetensorError, *MALFORMED) as error:
-                standing, position = None, Position()
+                snapshot, position = None, Position()
                 instead = f"{found[at + 1].name} is used" if found[at + 1 :] else f"{self.label} begins again"
                 log.warning("checkpoint %s cannot be used (%s); %s", path.name, error, instead)
                 path.unlink()
         self._journal = Journal(self._rows, position)
         self._latest = time.monotonic()
-        return standing, rows
+        return snapshot, rows
 
     def offer(self, simulation: Simulation, record: RoundRecord, rows: Sequence[Rows]) -> None:
         """Called after every round but the last: write a checkpoint if it is time for one."""
@@ -87,7 +87,7 @@ class Checkpoints:
         if holding and now - self._latest < self._apart(max(self._guess(simulation, record), SHARE * DEAR_SECONDS)):
             return
         try:
-            self._write(simulation.standing(record, holding), self._journal)
+            self._write(simulation.snapshot(record, holding), self._journal)
         except CannotBeSaved as error:
             self._possible = False
             log.warning("strategy %r: %s; interrupted, it will begin again", self.label, error)
@@ -111,14 +111,14 @@ class Checkpoints:
         kept = sum((1.0 - row.upload.kept_share) * bits[row.upload.client] for row in record.clients)
         return self._dear_seconds or float(kept) / 8.0 / BYTES_PER_S
 
-    def _write(self, standing: Standing, journal: Journal) -> None:
+    def _write(self, snapshot: Snapshot, journal: Journal) -> None:
         """The older ones go only when the new one would survive a loss of power."""
-        tensors, document = pack_standing(standing)
+        tensors, document = pack_snapshot(snapshot)
         position = journal.sync()
         document |= {"format": FORMAT, "journal": [position.length, position.sha256]}
         content = safetensors.torch.save(tensors, {"feddd": json.dumps(document)})
         digest = hashlib.sha256(content).hexdigest()[:32]
-        write_atomically(self._folder / f"{self._place}-{standing.state.round}-{digest}.safetensors", content)
+        write_atomically(self._folder / f"{self._place}-{snapshot.state.round}-{digest}.safetensors", content)
         sync_folder(self._folder)
         self.written += 1
         for path in sorted(self._files(), key=_round, reverse=True)[KEEP:]:
@@ -137,7 +137,7 @@ def _round(path: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Standing, Position]:
+def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Snapshot, Position]:
     """A checkpoint whose content is what its name says."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest()[:32] != path.stem.split("-")[-1]:
@@ -147,4 +147,4 @@ def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Standing, Position]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if document["format"] != FORMAT:
         raise ValueError(f"it has format {document['format']}, not {FORMAT}")
-    return unpack_standing(tensors, document, like), Position(*document["journal"])
+    return unpack_snapshot(tensors, document, like), Position(*document["journal"])

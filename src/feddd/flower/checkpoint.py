@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from feddd.core.payload import unpack_mask
+from feddd.wire.format import unpack_mask
 from feddd.core.units import Units
 from feddd.errors import InputError
 from feddd.files import parse_json, write_atomically

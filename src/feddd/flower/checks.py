@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from feddd.core.payload import PayloadError, most_bytes, pack_mask
-from feddd.core.quantise import FLOAT_BITS
+from feddd.wire.format import PayloadError, most_bytes, pack_mask
+from feddd.wire.quantise import FLOAT_BITS
 from feddd.core.units import Mask, Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, RecordError, Report, read_payload, read_record

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from feddd.core.payload import encode, encode_coded, unpack_mask
-from feddd.core.quantise import Coded
+from feddd.wire.format import encode, encode_coded, unpack_mask
+from feddd.wire.quantise import Coded
 from feddd.core.submodel import prefix, slice_model
 from feddd.core.units import Mask, Units, frozen_digest, units
 from feddd.flower.names import RecordDict

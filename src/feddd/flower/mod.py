@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.labels import label_coverage
-from feddd.core.payload import coverage_size, decode, decode_coverage, encode, encode_coded, most_bytes
-from feddd.core.quantise import FLOAT_BITS, dequantise, quantise
+from feddd.wire.format import coverage_size, decode, decode_coverage, encode, encode_coded, most_bytes
+from feddd.wire.quantise import FLOAT_BITS, dequantise, quantise
 from feddd.core.streams import stream
 from feddd.core.units import Mask, Units, frozen_digest, units
 from feddd.files import user_cache

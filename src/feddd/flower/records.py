@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from feddd.core.quantise import FLOAT_BITS
+from feddd.wire.quantise import FLOAT_BITS
 from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
 PROTOCOL = 3

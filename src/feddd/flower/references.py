@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from feddd.core.payload import PayloadError, decode, decode_values, most_bytes
+from feddd.wire.format import PayloadError, decode, decode_values, most_bytes
 from feddd.core.units import Mask, Params, Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import MOVE, PAYLOAD, REFERENCE, Order, read_payload

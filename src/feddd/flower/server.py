@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
-from feddd.core.payload import (
+from feddd.wire.format import (
     coverage_size,
     droppable_bytes,
     encode,

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from feddd.core.payload import pack_mask, unpack_mask
+from feddd.wire.format import pack_mask, unpack_mask
 from feddd.core.units import Units
 from feddd.files import write_atomically
 from feddd.flower.references import Held

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
-from feddd.core.payload import VALUE_BYTES, PayloadError, encode, fixed_bytes, pack_mask, unpack_mask
-from feddd.core.quantise import FLOAT_BITS
 from feddd.core.streams import stream
-from feddd.core.units import Mask, Params, Units
-from feddd.simulation.differences import Sent
+from feddd.core.units import Units
 from feddd.simulation.faults import GONE
-from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
+from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
 from feddd.strategies.protocol import Task, Upload
-from feddd.strategies.reference import bases, received
+from feddd.wire.chosen import with_one
+from feddd.wire.exchange import Arrived, At, Chain, Update, decode, write
+from feddd.wire.format import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask
+from feddd.wire.stages import Given
 
 ABSENT = ("lost", GONE, "late")
 """Clients that never send anything; what they would have trained is of no use."""
@@ -41,20 +40,6 @@ def fault_of(task: Task) -> str:
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Some trained clients and what the server makes of what they send; stacks, [clients] first.
-
-    after: Ŵ    arrived: the values of the uploads    sent: what they were sent, which differences are taken to
-    """
-
-    after: Params
-    arrived: Params
-    masks: Mask
-    sent: Sent
-    units: Units
-
-
-@dataclass(frozen=True)
 class Answer:
     """What a client sends: the round it answers, what it says, and its payload."""
 
@@ -64,12 +49,12 @@ class Answer:
 
 
 def receive_answers(
-    seed: int, number: int, tasks: Sequence[Task], uploads: Sequence[Upload], wire: Wire
-) -> list[Upload]:
-    """What the server knows of some trained clients; of an answer that it refused, why.
+    tasks: Sequence[Task], uploads: Sequence[Upload], update: Update, arrived: Arrived, at: At
+) -> tuple[list[Upload], Arrived]:
+    """Return what the server knows of some trained clients, and what it makes of their uploads; of refused ones, why.
 
-    uploads: what it would know without faults
-    A damaged payload that passes the checks counts: what it holds is written into the stacks.
+    update: what they send    uploads, arrived: what the server has of it without faults
+    A damaged payload that passes the checks counts, with what it holds.
     """
     known = list(uploads)
     for place, (task, upload) in enumerate(zip(tasks, uploads, strict=True)):
@@ -78,9 +63,9 @@ def receive_answers(
         if task.fault == "crashed":
             known[place] = Upload(upload.client, "lost", download_bytes=upload.download_bytes)
             continue
-        found = answer(seed, number, task, place, upload, wire)
+        found = answer(task, place, upload, update, at)
         try:
-            known[place], mask, values = read_answer(found, task, number, wire)
+            known[place], sent = read_answer(found, task, at)
         except (Refused, PayloadError) as error:
             known[place] = Upload(
                 upload.client,
@@ -90,36 +75,38 @@ def receive_answers(
             )
             continue
         if task.fault == "corrupted":  # in bytes that no check can tell from good ones
-            if wire.sent.server is not None:
-                values = values + wire.units.take(_base(wire, wire.sent.server, task), mask)
-            stack = {name: one[place] for name, one in wire.arrived.items()}
-            wire.units.put(stack, mask, values.to(next(iter(stack.values())).device))
-            for name, units in mask.items():
-                wire.masks[name][place].copy_(units)
-    return known
+            own = decode(task.up, sent, at.only(np.arange(len(tasks)) == place))
+            values = with_one(arrived.values, place, own.values)
+            arrived = Arrived(values, arrived.chosen.with_one(place, own.chosen), arrived.sizes)
+    return known, arrived
 
 
-def answer(seed: int, number: int, task: FaultyTask, place: int, upload: Upload, wire: Wire) -> Answer:
-    """One client's answer, wrong in the way that the task's fault says."""
-    table, bits, told = wire.units, wire.sent.bits, upload
-    values = {name: stack[place].cpu() for name, stack in wire.after.items()}
-    if bits != FLOAT_BITS:
-        base = _base(wire, wire.sent.model, task)
-        values = {slot.name: values[slot.name] - base[slot.name] for slot in table.slots}
-    mask = {name: rows[place] for name, rows in wire.masks.items()}
+def answer(task: FaultyTask, place: int, upload: Upload, update: Update, at: At) -> Answer:
+    """Return one client's answer, wrong in the way that the task's fault says; update: what all of them send."""
+    table, number, told, line = at.table, at.round, upload, task.up
     if task.fault == "replayed" and number > 1:
         # Of the old payload only the size matters: the round that it belongs to gives it away.
-        number -= 1
-        mask = table.full_mask() if task.download is None else unpack_mask(task.download, table)
-    elif task.fault == "wrong_model":
-        table = replace(table, layers=tuple(replace(layer, name=f"other.{layer.name}") for layer in table.layers))
-        mask = {f"other.{name}": kept for name, kept in mask.items()}
-    elif task.fault == "lying":
+        return Answer(number - 1, told, bytes(upload_bytes(task, task.fault, number, table)))
+    if task.fault == "lying":
         factor = task.lie_factor
         samples, loss = max(1, round(factor * told.samples)), factor * told.train_loss
         told = replace(told, samples=samples, train_loss=loss, oort_statistic=factor * told.oort_statistic)
-    data = encode(values, mask, units=table, bits=bits, rng=stream(seed, "rounding", number, task.client))
-    return Answer(number, told, damage(data, task.fault, table, stream(seed, "faults", number, task.client)))
+    data = write(line, update, place, table)
+    if task.fault == "wrong_model":
+        other = replace(table, layers=tuple(replace(layer, name=f"other.{layer.name}") for layer in table.layers))
+        data = line.head(other) + data[len(line.head(table)) :]
+    return Answer(number, told, damage(data, task.fault, table, stream(at.seed, "faults", number, task.client)))
+
+
+def upload_bytes(task: Task, fault: str, number: int, table: Units) -> int:
+    """Return the size of a task's upload; a replayed one is that of the last round, of the units that came back."""
+    line = task.up
+    if fault == "replayed" and number > 1 and line.sub_model is None:
+        last = Given(task.down.mask if task.down.mask is not None else pack_mask(table.full_mask(), table))
+        line = Chain((last, *(stage for stage in line.stages if not stage.chooses)))
+    size = line.planned_bytes(table)
+    assert size is not None
+    return size
 
 
 def damage(data: bytes, fault: str, table: Units, rng: np.random.Generator) -> bytes:
@@ -139,18 +126,10 @@ def damage(data: bytes, fault: str, table: Units, rng: np.random.Generator) -> b
     return data[:start] + block + data[start + len(block) :]
 
 
-def read_answer(found: Answer, task: Task, number: int, wire: Wire) -> tuple[Upload, Mask, Tensor]:
-    """What the server believes of an answer; Refused or PayloadError if nothing."""
+def read_answer(found: Answer, task: Task, at: At) -> tuple[Upload, Update]:
+    """Return what the server believes of an answer; Refused or PayloadError if nothing."""
     told = found.told
-    check_version(str(found.round), str(number))
+    check_version(str(found.round), str(at.round))
     check_told(told.samples, told.train_loss, told.oort_statistic, told.label_coverage, Limits())
-    mask, values = check_payload(found.data, task, wire.units, Limits(), wire.sent.bits)
-    return replace(told, mask=pack_mask(mask, wire.units), upload_bytes=len(found.data)), mask, values
-
-
-def _base(wire: Wire, model: Params, task: Task) -> dict[str, Tensor]:
-    """The model where a client was sent it, the reference elsewhere."""
-    if wire.sent.reference is None:
-        raise ValueError("differences need a reference")
-    base = bases(model, wire.sent.reference, received([task], wire.units), wire.units)
-    return {name: stack[0].cpu() for name, stack in base.items()}
+    update = read_upload(found.data, task, at.table, Limits())
+    return replace(told, mask=update.chosen.packed(at.table)[0], upload_bytes=len(found.data)), update

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from feddd.simulation.differences import Arrays, Download
-from feddd.simulation.kept import KeptArrays
+from feddd.simulation.client_state import StateArrays
 from feddd.simulation.reduction import merge_partials, reduce_tree
-from feddd.simulation.shard import ShardResult, ShardSpec
+from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec
 from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
@@ -53,7 +52,7 @@ class Engine:
             client: worker for worker, spec in enumerate(specs) for block in spec.blocks.values() for client in block
         }
         self._rounds: list[_Round] = []
-        self._snapshots: list[Mapping[int, KeptArrays]] = [{} for _ in specs]
+        self._snapshots: list[Mapping[int, StateArrays]] = [{} for _ in specs]
         self._workers: list[Worker] = []
         try:
             for spec in specs:
@@ -82,13 +81,13 @@ class Engine:
         self._forget_the_past()
         self._call("reset", [()] * len(self._workers))
 
-    def snapshot(self) -> dict[int, KeptArrays]:
+    def snapshot(self) -> dict[int, StateArrays]:
         """What every client keeps; a worker that is lost later is rebuilt from here."""
         self._snapshots = self._call("snapshot", [()] * len(self._workers))
         self._rounds = []
         return {client: kept for snapshot in self._snapshots for client, kept in snapshot.items()}
 
-    def restore(self, kept: Mapping[int, KeptArrays]) -> None:
+    def restore(self, kept: Mapping[int, StateArrays]) -> None:
         """Go on from what the clients kept, whoever owned them then."""
         self._rounds = []
         places = range(len(self._workers))

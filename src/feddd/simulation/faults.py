@@ -55,11 +55,6 @@ class Faults:
     deadline_seconds: float | None = None
     quorum: int = 1
 
-    @property
-    def damages_payloads(self) -> bool:
-        """Whether an answer may come that is not what was trained."""
-        return any(getattr(self, kind) > 0 for kind in ANSWERS if kind not in ("lost", "crashed"))
-
     def __post_init__(self) -> None:
         total = sum(getattr(self, kind) for kind in ANSWERS)
         if total > 1.0 + 1e-9:

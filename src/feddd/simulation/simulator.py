@@ -17,27 +17,25 @@ from torch import Tensor
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
-from feddd.core.payload import pack_mask
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
-from feddd.simulation.differences import Download
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
-from feddd.simulation.outlook import ClientRow, foresee
+from feddd.simulation.forecast import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
-from feddd.simulation.shard import ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.shard import Download, ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.snapshot import Snapshot
 from feddd.simulation.stacked import is_chain
-from feddd.simulation.standing import Standing, kept_arrays
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.watch import Watch
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
-from feddd.strategies.reference import Sending, reference_after, sending
-from feddd.strategies.ternary import sparse_sending
+from feddd.wire.down import Sending, download_sizes, prepare, reference_after
+from feddd.wire.format import coverage_size, pack_mask
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -150,7 +148,7 @@ class Simulation:
         self._engine.close()
 
     def run(
-        self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1, after: Standing | None = None
+        self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1, after: Snapshot | None = None
     ) -> Iterator[RoundRecord]:
         """Simulate the rounds, yielding one record after each; after: where an earlier run of the same stood."""
         state, clock_seconds = start(self.initial, len(self.fleet)), 0.0
@@ -158,19 +156,22 @@ class Simulation:
             self._engine.reset()
         else:
             state, clock_seconds = after.state, after.clock_seconds
-            self._engine.restore(kept_arrays(after, self._client_tables))
+            self._engine.restore(after.clients)
         for number in range(state.round + 1, rounds + 1):
             watch = Watch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
             watch.lap("plan")
             self.check(plan)
-            if plan.sparse is None:
-                sent = sending(state, plan, self.units, self.world.seed)
-            else:
-                sent = sparse_sending(state, plan, self.units)
-            outlook = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sent)
-            result = self._engine.train(number, outlook.tasks, self._download(state, plan, sent))
-            uploads = outlook.uploads(result.uploads)
+            downs = [task.down for task in plan.tasks]
+            sent = prepare(
+                *(downs, state.model, state.reference, len(self.fleet), self.units),
+                round=number,
+                seed=self.world.seed,
+            )
+            sizes = self._download_sizes(plan, sent)
+            forecast = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sizes)
+            result = self._engine.train(number, forecast.tasks, self._download(plan, sent, sizes))
+            uploads = forecast.uploads(result.uploads)
             watch.lap("train")
             if all(upload.status == "diverged" for upload in uploads):
                 raise EverybodyDiverged(
@@ -181,14 +182,15 @@ class Simulation:
                 model, error = self._aggregate(state, plan, result)
             state = strategy.absorb(state, self.fleet, plan, uploads, model)
             known = math.nan if error is None else error
-            state = dataclasses.replace(state, reference=reference_after(sent, uploads), mask_error=known)
+            trained = [upload.client for upload in uploads if upload.status in ("ok", "diverged")]
+            state = dataclasses.replace(state, reference=reference_after(sent, trained), mask_error=known)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
             watch.lap("evaluate")
             rates = {task.client: task.dropout for task in plan.tasks}
-            rows = tuple(outlook.row(upload, rates[upload.client]) for upload in uploads)
-            seconds = outlook.seconds(rows)
+            rows = tuple(forecast.row(upload, rates[upload.client]) for upload in uploads)
+            seconds = forecast.seconds(rows)
             clock_seconds += seconds
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
@@ -200,22 +202,22 @@ class Simulation:
             check_plan(plan, len(self.fleet))
         except ValueError as error:
             raise InputError(f"in round {plan.round} {error}") from error
-        if not self._chain and any(task.submodel is not None for task in plan.tasks):
+        if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):
             raise InputError(f"model {self.world.model!r} has no sub-models: it is not a chain of layers with ReLU")
 
-    def standing(self, record: RoundRecord, holding: Sequence[int]) -> Standing:
-        """Where a run stands after its latest record; holding: the clients of `holding`, whose own values go along."""
+    def snapshot(self, record: RoundRecord, holding: Sequence[int]) -> Snapshot:
+        """Return all that it takes to go on after the latest record; holding: whose own state goes along."""
         kept = self._engine.snapshot() if holding else {}
-        return Standing(
-            record.state, record.clock_seconds, {client: kept[client][1] for client in holding if client in kept}
+        return Snapshot(
+            record.state, record.clock_seconds, {client: kept[client] for client in holding if client in kept}
         )
 
     def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
-        """The clients whose own values the coming rounds build on; nobody if all of them get the full model next."""
+        """Return the clients whose own state the coming rounds build on; nobody if all get the full model next."""
         plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
-        if any(task.sparse is not None or task.feedback != "none" for task in plan.tasks):  # residuals last
+        if any(task.up.lasting or any(rule.lasting for rule in task.local) for task in plan.tasks):
             return np.flatnonzero(state.last_round).tolist()
-        replaced = {task.client for task in plan.tasks if task.download is None}
+        replaced = {task.client for task in plan.tasks if task.starts_afresh}
         full = {width: pack_mask(table.full_mask(), table) for width, table in enumerate(self._tables)}
         return [
             client
@@ -223,16 +225,22 @@ class Simulation:
             if mask is not None and mask != full[self._width_of[client]] and client not in replaced
         ]
 
-    def _download(self, state: ServerState, plan: Plan, sent: Sending) -> Download:
-        if sent.reference is None and not plan.peculiar:
-            return Download(to_arrays(sent.model))
-        sizes = {task.client: sent.download_bytes(task, self._client_tables[task.client]) for task in plan.tasks}
+    def _download_sizes(self, plan: Plan, sent: Sending) -> dict[int, int]:
+        clients = [task.client for task in plan.tasks]
+        tables = [self._client_tables[client] for client in clients]
+        sizes = download_sizes(sent, [task.down for task in plan.tasks], clients, tables)
+        return {
+            task.client: size + (coverage_size(table) if task.coverage else 0)
+            for task, size, table in zip(plan.tasks, sizes, tables, strict=True)
+        }
+
+    def _download(self, plan: Plan, sent: Sending, sizes: dict[int, int]) -> Download:
         if sent.reference is None:
-            return Download(to_arrays(sent.model), download_bytes=sizes)
-        own, reference = to_arrays(state.model), to_arrays(sent.reference.model)
-        replaced = sent.before if any(task.feedback == "all" for task in plan.tasks) else None
-        before = to_arrays(replaced.model) if replaced else None
-        return Download(to_arrays(sent.model), sent.bits, own, reference, before, sizes)
+            return Download(to_arrays(sent.sent), sizes)
+        lasting = any(task.up.lasting for task in plan.tasks) and sent.before is not None
+        replaced = to_arrays(sent.before.model) if lasting and sent.before else None
+        own, reference = to_arrays(sent.server), to_arrays(sent.reference.model)
+        return Download(to_arrays(sent.sent), sizes, own, reference, replaced)
 
     def _aggregate(self, state: ServerState, plan: Plan, result: ShardResult) -> tuple[dict[str, Tensor], float | None]:
         """The new global model, and how far the masks moved it from the full average; None if it is not known."""
@@ -240,7 +248,7 @@ class Simulation:
         sent = Aggregator(state.model, units=self.units)
         sent.merge(total.sent)
         model = sent.result()
-        if plan.peculiar:
+        if plan.splits_units:
             return model, None
         if total.full is None:
             return model, 0.0

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from feddd.core.units import Params
+from feddd.wire.chosen import some
+from feddd.wire.local import Rule, Scaler
 
 Floats = NDArray[np.float64]
 
@@ -49,15 +51,17 @@ class Samples:
 
 @dataclass(frozen=True)
 class Local:
-    """A client about to train: where its samples lie, and its generator.
-
-    width: what the outputs of hidden layers are divided by while it trains (HeteroFL's scaler)
-    """
+    """A client about to train: where its samples lie, its generator, and what is different in its training."""
 
     first: int
     count: int
     rng: np.random.Generator
-    width: float = 1.0
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def width(self) -> float:
+        """Return what the outputs of hidden layers are divided by while it trains."""
+        return next((rule.width for rule in self.rules if isinstance(rule, Scaler)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Trained:
 
     def only(self, chosen: NDArray[np.bool_]) -> Trained:
         """Some of the clients."""
-        return Trained(only(self.after, chosen), self.mean_loss[chosen], self.oort_statistic[chosen])
+        return Trained(some(self.after, chosen), self.mean_loss[chosen], self.oort_statistic[chosen])
 
     def finite(self) -> NDArray[np.bool_]:
         """Which clients may be counted: loss and weights are numbers."""
@@ -84,12 +88,6 @@ class Trained:
             if not np.isfinite(torch.linalg.vector_norm(rows, dim=1).cpu().numpy()).all():
                 fine &= rows.isfinite().all(1).cpu().numpy()
         return fine
-
-
-def only(stack: Params, chosen: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """Some of the clients of a stack."""
-    places = torch.from_numpy(np.flatnonzero(chosen))
-    return {name: values.index_select(0, places.to(values.device)) for name, values in stack.items()}
 
 
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:

@@ -8,13 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from feddd.core.payload import decode_values
-from feddd.core.quantise import FLOAT_BITS
-from feddd.core.selection import kept_units
-from feddd.core.units import Layer, Mask, Units
+from feddd.core.units import Units
 from feddd.strategies.protocol import Task
+from feddd.wire.exchange import Update, read
 
 PATIENCE = 10.0
 """A round below its quorum goes on after the deadline, for so many deadlines at most."""
@@ -56,20 +52,14 @@ def check_version(sent: str, wanted: str) -> None:
         raise Refused("the answer belongs to another round")
 
 
-def check_payload(data: bytes, task: Task, table: Units, limits: Limits, bits: int = FLOAT_BITS) -> tuple[Mask, Tensor]:
-    """The mask and the vector of kept values, if they are what the task asked for."""
-    mask, values = decode_values(data, table, bits)
-    if not bool(values.isfinite().all()):
+def read_upload(data: bytes, task: Task, table: Units, limits: Limits) -> Update:
+    """Return what a payload holds, a stack of one, if it is what the task asked for."""
+    update = read(task.up, data, table)
+    if not all(bool(values.isfinite().all()) for values in update.values.values()):
         raise Refused("the payload holds a value that is not finite")
-    if len(values) and float(values.abs().max()) > limits.value:
-        raise Refused(f"the payload holds a value beyond {limits.value:g}")
-    for layer in table.layers:
-        wanted, sent = asked_units(layer, task), int(mask[layer.name].sum())
-        if sent != wanted:
-            raise Refused(f"{sent} units of layer {layer.name} came, and {wanted} were asked for")
-    return mask, values
-
-
-def asked_units(layer: Layer, task: Task) -> int:
-    """How many units of a layer a task asks for."""
-    return layer.units if layer.name in task.always_send else kept_units(layer.units, task.dropout)
+    for values in update.values.values():
+        if values.numel() and float(values.abs().max()) > limits.value:
+            raise Refused(f"the payload holds a value beyond {limits.value:g}")
+    for stage in task.up.stages:
+        stage.check_asked(update.chosen, table)
+    return update

@@ -33,9 +33,13 @@ from feddd.strategies.protocol import (
     Upload,
     check_bits,
     digest,
+    download,
     download_shares,
     known_or_mean,
+    value_stages,
 )
+from feddd.wire.exchange import Chain, chain
+from feddd.wire.stages import Select
 
 RATES = ("differential", "uniform")
 DOWNLOADS = ("paper", "fixed")
@@ -133,22 +137,24 @@ class FedDD:
         # A first upload of everything tells the server what models there are; where they are equal it knows.
         drops = state.round > 0 or (self.value_bits < 32 and not fleet.heterogeneous)
         rates = self.dropout_rates(state, fleet) if drops else np.zeros(len(fleet))
-        everything = self._gets_everything(state)
+        everything, broadcast = self._gets_everything(state), self.broadcasts(state)
         tells_coverage = self._tells_coverage(state, fleet)
         tasks = tuple(
             Task(
-                client=client,
-                dropout=float(rates[client]),
-                selector=self.selector,
-                always_send=self.always_send,
-                download=None if everything[client] else state.masks[client],
+                client,
+                self._upload(float(rates[client])),
+                download(None if everything[client] else state.masks[client], self.value_bits, broadcast=broadcast),
                 coverage=tells_coverage,
-                feedback=self.error_feedback,
             )
             for client in range(len(fleet))
             if rates[client] < 1.0
         )
-        return Plan(number, tasks, self.value_bits, self.broadcasts(state))
+        return Plan(number, tasks, broadcast)
+
+    def _upload(self, dropout: float) -> Chain:
+        """What a client sends: its best units, as they are or as rounded differences."""
+        best = Select(dropout, self.selector, self.always_send)
+        return chain(*value_stages(self.value_bits, self.error_feedback, best))
 
     def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
         """Whether CR(k) goes down in the coming round: once, to everybody, as soon as the models are known."""

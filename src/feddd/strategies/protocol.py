@@ -17,11 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
-from feddd.core.payload import VALUE_BYTES, droppable_bytes, fixed_bytes
-from feddd.core.quantise import BITS, FLOAT_BITS
 from feddd.core.units import Units
+from feddd.wire.down import EVERYTHING, Down, Moves, Reference, Values
+from feddd.wire.exchange import Chain, Stage, chain
+from feddd.wire.format import VALUE_BYTES, droppable_bytes, fixed_bytes
+from feddd.wire.local import Rule
+from feddd.wire.quantise import BITS, FLOAT_BITS
+from feddd.wire.stages import Bits, Difference
+from feddd.wire.stages import Feedback as ErrorFeedback
 
 Floats = NDArray[np.float64]
+Feedback = Literal["none", "rounded", "all"]
+FEEDBACKS: tuple[Feedback, ...] = get_args(Feedback)
+"""What was rounded away, or also what a full download replaced before it was sent."""
+ALL_VALUES = Values()
 
 
 @dataclass(frozen=True)
@@ -98,95 +107,50 @@ def make_fleet(
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """Of a vector the elements of greatest magnitude: a share of all, ternary if only their signs and mean travel."""
-
-    share: float
-    ternary: bool = False
-
-
-Feedback = Literal["none", "rounded", "all"]
-FEEDBACKS: tuple[Feedback, ...] = get_args(Feedback)
-"""What was rounded away, or also what a full download replaced before it was sent."""
-
-
-Kind = tuple[str, tuple[str, ...], bool, tuple[float, bool], Feedback]
-"""What clients must have in common to go through a round as one stack."""
-
-
-@dataclass(frozen=True)
 class Task:
-    """One client's part in a round: what it is sent, and what it is to send back.
+    """One client's part in a round: what it is to send back, what it is sent, and how it trains.
 
-    download: the packed mask of a sparse download; None for the full model    dropout: D_n for its upload
-    coverage: CR(k) travels with this download
-    submodel: the packed units of the sub-model that it is sent, trains and sends back whole; None for all of its model
-    scaler: what the outputs of its hidden layers are divided by in training
-    sparse: it sends some elements of its update, and keeps the rest for later; None for units
-    feedback: of what goes along with a later upload, because it was lost: "none", "rounded", "all"
+    up: the stages of its upload    down: what it is sent    coverage: CR(k) travels with the download
+    local: what training needs besides the data, see `wire.local`
     """
 
     client: int
-    dropout: float = 0.0
-    selector: str = "importance"
-    always_send: tuple[str, ...] = ()
-    download: bytes | None = None
+    up: Chain = EVERYTHING
+    down: Down = ALL_VALUES
+    local: tuple[Rule, ...] = ()
     coverage: bool = False
-    submodel: bytes | None = None
-    scaler: float = 1.0
-    sparse: Sparse | None = None
-    feedback: Feedback = "none"
 
     @property
-    def selects(self) -> bool:
-        """Whether the client chooses units to leave out."""
-        return self.dropout > 0.0 and self.submodel is None and self.sparse is None
+    def dropout(self) -> float:
+        """Return D_n, the share of the model that is not sent."""
+        return self.up.dropout
 
     @property
-    def kind(self) -> Kind:
-        """What distinguishes tasks that cannot be carried out together; only rates and masks may differ in a stack."""
-        sparse = (self.sparse.share, self.sparse.ternary) if self.sparse else (0.0, False)
-        return self.selector, self.always_send, self.submodel is not None, sparse, self.feedback
+    def kind(self) -> tuple[Any, ...]:
+        """Return what clients must have in common to go through a round as one stack."""
+        return self.up.kind, self.down.kind, tuple(rule.kind for rule in self.local)
 
     @property
     def starts_afresh(self) -> bool:
-        """Whether what the client kept from earlier rounds no longer matters."""
-        return self.download is None and self.sparse is None and self.feedback == "none"
+        """Return whether what the client kept from earlier rounds no longer matters."""
+        return self.down.mask is None and not self.up.lasting and not any(rule.lasting for rule in self.local)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A round: who takes part, and how.
 
-    bits: of a value on the wire; fewer than 32 for differences to the reference (see `reference`)
-    broadcast: everybody in the plan is sent all of its model, which is the reference from now on
-    sparse: how the difference to the reference goes down; None if it is not sparse
+    broadcast: everybody in the plan is sent all of its model
     """
 
     round: int
     tasks: tuple[Task, ...]
-    bits: int = FLOAT_BITS
     broadcast: bool = False
-    sparse: Sparse | None = None
 
     @property
-    def peculiar(self) -> bool:
-        """Whether somebody is asked for something else than units of its model: not a matter for every engine."""
-        return any(task.submodel is not None or task.sparse is not None for task in self.tasks)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The model that differences are taken to.
-
-    number: how often it has moved    held: the number of the one that each client holds, −1 for none
-    sizes: what each move took in bytes, where that depends on what was moved
-    """
-
-    model: Mapping[str, Tensor]
-    number: int
-    held: NDArray[np.int64]
-    sizes: tuple[int, ...] = ()
+    def splits_units(self) -> bool:
+        """Return whether somebody sends some numbers of a unit without the others: masks are then not all of it."""
+        return any(task.up.splits_units for task in self.tasks)
 
 
 @dataclass(frozen=True)
@@ -249,17 +213,12 @@ def check_plan(plan: Plan, clients: int) -> None:
 
 def _contradiction(task: Task, plan: Plan) -> str:
     """Return what in a task excludes something else; "" if nothing does."""
-    rounded = plan.bits != FLOAT_BITS
-    if task.submodel is not None and (rounded or plan.sparse is not None):
-        return f"a sub-model, in {plan.bits} bits" if rounded else "a sub-model, beside a sparse download"
-    if task.submodel is not None and (task.sparse is not None or task.download is not None or task.feedback != "none"):
-        return "a sub-model, and a sparse update, a masked download or error feedback besides"
-    if task.sparse is not None and (rounded or task.download is not None or task.feedback != "none"):
-        return "a sparse update, and values in a few bits, a masked download or error feedback besides"
-    if plan.sparse is not None and task.sparse is None:
-        return "a model, but is sent a sparse difference"
-    if task.feedback != "none" and not rounded:
-        return "error feedback in float32, where nothing is rounded away"
+    if task.down.shared != plan.tasks[0].down.shared:
+        return "something else than the others are sent: moves of one reference go to all, or to nobody"
+    if task.up.needs_base and not task.down.known:
+        return "a difference, but the server does not know all that the client begins with"
+    if task.up.sub_model != task.down.sub_model:
+        return "another sub-model than the one that it is sent"
     return ""
 
 
@@ -377,8 +336,23 @@ def full_model_plan(
     state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS, *, feedback: Feedback = "none"
 ) -> Plan:
     """A round of full models both ways for the chosen clients."""
-    tasks = tuple(Task(client, feedback=feedback) for client in sorted(clients))
-    return Plan(state.round + 1, tasks, bits, broadcast=True)
+    up, down = chain(*value_stages(bits, feedback)), download(None, bits, broadcast=True)
+    return Plan(state.round + 1, tuple(Task(client, up, down) for client in sorted(clients)), broadcast=True)
+
+
+def value_stages(bits: int, feedback: Feedback, *between: Stage) -> tuple[Stage, ...]:
+    """The stages of an upload in so many bits a value, with others between the differences and the rounding."""
+    if bits == FLOAT_BITS:
+        return between
+    if feedback == "none":
+        return Difference(), *between, Bits(bits)
+    # What is rounded at random is more than error feedback can bear: it would feed back growing errors.
+    return Difference(), ErrorFeedback(replaced=feedback == "all"), *between, Bits(bits, "nearest")
+
+
+def download(mask: bytes | None, bits: int, *, broadcast: bool) -> Down:
+    """What a client is sent in so many bits a value: all of its model, or the units of a mask."""
+    return Values(mask) if bits == FLOAT_BITS else Moves(mask, chain(Bits(bits)), broadcast)
 
 
 def check_bits(bits: int, feedback: Feedback) -> None:

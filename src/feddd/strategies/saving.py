@@ -13,7 +13,8 @@ from torch import Tensor
 
 from feddd.errors import InputError
 from feddd.strategies.oort import Pacer
-from feddd.strategies.protocol import Reference, ServerState
+from feddd.strategies.protocol import ServerState
+from feddd.wire.down import Reference
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 """What `unpack_state` raises for something that `pack_state` never made."""

@@ -12,13 +12,15 @@ from feddd.strategies.protocol import (
     Fleet,
     Plan,
     ServerState,
-    Sparse,
     Task,
     Upload,
     check_share,
     digest,
     draw_clients,
 )
+from feddd.wire.down import Moves
+from feddd.wire.exchange import chain
+from feddd.wire.stages import Difference, Feedback, Ternary, TopK
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,9 @@ class STC:
         if fleet.heterogeneous:
             raise ValueError("stc sends everybody the same difference: not to models that differ in width")
         clients = sorted(draw_clients(len(fleet), self.participation, rng))
-        sparse = Sparse(self.share, ternary=True)
-        tasks = tuple(Task(client, dropout=1.0 - self.share, sparse=sparse) for client in clients)
-        down = Sparse(self.download_share, ternary=True)
-        return Plan(state.round + 1, tasks, broadcast=True, sparse=down)
+        up = chain(Difference(), Feedback(), TopK(self.share), Ternary())
+        down = Moves(coding=chain(TopK(self.download_share), Ternary()), broadcast=True)
+        return Plan(state.round + 1, tuple(Task(client, up, down) for client in clients), broadcast=True)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

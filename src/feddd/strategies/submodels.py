@@ -13,10 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from feddd.core.blocks import block_elements, check_chain
-from feddd.core.payload import pack_masks
 from feddd.core.units import Units, units
 from feddd.strategies.protocol import Fleet, Floats, Plan, ServerState, Task
+from feddd.wire.blocks import block_elements, check_chain
+from feddd.wire.down import SubModel
+from feddd.wire.exchange import chain
+from feddd.wire.format import pack_masks
+from feddd.wire.local import Scaler
+from feddd.wire.stages import Blocks
 
 ASSIGNMENTS = ("capacity", "round-robin")
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -81,7 +85,7 @@ def hidden_layers(table: Units) -> dict[str, int]:
 def submodel_plan(
     state: ServerState, table: Units, chosen: Mapping[int, Chosen], scalers: Floats | None = None
 ) -> Plan:
-    """A round in which each client has the units chosen for it; scalers: see `Task`, [clients]."""
+    """A round in which each client has the units chosen for it; scalers: of each client, see `Scaler`."""
     clients, output = sorted(chosen), table.layers[-1]
     masks = {
         name: torch.from_numpy(np.stack([chosen[client][name] for client in clients])) for name in hidden_layers(table)
@@ -91,9 +95,9 @@ def submodel_plan(
     tasks = tuple(
         Task(
             client,
-            dropout=1.0 - float(share),
-            submodel=packed,
-            scaler=1.0 if scalers is None else float(scalers[client]),
+            chain(Blocks(packed, 1.0 - float(share))),
+            SubModel(packed),
+            () if scalers is None else (Scaler(float(scalers[client])),),
         )
         for client, share, packed in zip(clients, shares, pack_masks(masks, table), strict=True)
     )

@@ -12,13 +12,16 @@ from feddd.strategies.protocol import (
     Fleet,
     Plan,
     ServerState,
-    Sparse,
     Task,
     Upload,
     check_share,
     digest,
     draw_clients,
 )
+from feddd.wire.exchange import chain
+from feddd.wire.stages import Difference
+from feddd.wire.stages import Feedback as ErrorFeedback
+from feddd.wire.stages import TopK as Greatest
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,8 @@ class TopK:
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """The full model down, the k greatest elements up."""
         clients = sorted(draw_clients(len(fleet), self.participation, rng))
-        sparse = Sparse(self.share)
-        tasks = tuple(Task(client, dropout=1.0 - self.share, sparse=sparse) for client in clients)
-        return Plan(state.round + 1, tasks)
+        up = chain(Difference(), ErrorFeedback(), Greatest(self.share))
+        return Plan(state.round + 1, tuple(Task(client, up) for client in clients))
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]

@@ -22,7 +22,7 @@ from feddd.experiments.resuming import import_folders
 from feddd.experiments.running import build_world, label_counts_of, note_unused_columns, resolved
 from feddd.experiments.tables import Tables
 from feddd.files import write_atomically
-from feddd.simulation.outlook import ClientRow
+from feddd.simulation.forecast import ClientRow
 from feddd.simulation.simulator import RoundRecord, World
 from feddd.strategies.protocol import Upload
 from feddd.testbed.deployment import Deployment, Wrap

@@ -5,22 +5,19 @@ A payload's size follows from its task, so that all times are known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from feddd.core.blocks import block_bytes
 from feddd.core.latency import round_seconds, transfer_seconds
-from feddd.core.payload import most_bytes, payload_bytes, payload_sizes, unpack_mask
 from feddd.core.units import Units
 from feddd.errors import RunError
-from feddd.simulation.answers import FaultyTask
+from feddd.simulation.answers import FaultyTask, upload_bytes
 from feddd.simulation.faults import GONE, Faults, Trouble, draw
-from feddd.strategies.checks import PATIENCE, asked_units
+from feddd.strategies.checks import PATIENCE
 from feddd.strategies.protocol import Fleet, Plan, Task, Upload
-from feddd.strategies.reference import Sending
 
 Floats = NDArray[np.float64]
 STATUS = {"lost": "lost", GONE: "lost: left for good", "crashed": "lost: crashed before its upload", "late": "late"}
@@ -38,7 +35,7 @@ class ClientRow:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """A round as it will go.
 
     tasks: for the engine, in the order of the plan    absent: rows of those whose answer does not come in time
@@ -71,16 +68,14 @@ class Outlook:
         return round_seconds(*np.array(parts).T)
 
 
-def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequence[Units], sent: Sending) -> Outlook:
-    """The round that a plan leads to; tables: each client's layer table. RunError if the quorum cannot be met."""
+def foresee(
+    faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequence[Units], download_bytes: Mapping[int, int]
+) -> Forecast:
+    """Return the round that a plan leads to; tables: each client's. RunError if the quorum cannot be met."""
     if faults == Faults():
-        return Outlook(fleet, None, plan.tasks)
-    if plan.peculiar and faults.damages_payloads:
-        raise RunError("faults that damage payloads are simulated with methods that send units only")
-    if any(task.sparse is not None or task.feedback != "none" for task in plan.tasks):
-        raise RunError(
-            "faults are not simulated with sparse updates or error feedback: what a client would have kept is not known"
-        )
+        return Forecast(fleet, None, plan.tasks)
+    if any(task.up.planned_bytes(tables[task.client]) is None for task in plan.tasks):
+        raise RunError("faults need uploads whose size is known beforehand; that of this method depends on the numbers")
     trouble = draw(faults, seed, plan.round, len(fleet))
     kinds = [str(trouble.answer[task.client]) for task in plan.tasks]
     rows = []
@@ -89,8 +84,8 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
         planned = Upload(
             task.client,
             STATUS.get(kind, "ok"),
-            upload_bytes=0 if kind == "crashed" else _upload_bytes(task, kind, plan, table),
-            download_bytes=sent.download_bytes(task, table),
+            upload_bytes=0 if kind == "crashed" else upload_bytes(task, kind, plan.round, table),
+            download_bytes=download_bytes[task.client],
         )
         rows.append(_row(fleet, trouble, planned, task.dropout))
     arrival = np.array([np.inf if kind in STATUS else _total(row) for kind, row in zip(kinds, rows, strict=True)])
@@ -102,7 +97,7 @@ def foresee(faults: Faults, seed: int, plan: Plan, fleet: Fleet, tables: Sequenc
         if kind in STATUS
     }
     waits = faults.deadline_seconds is None or not absent
-    return Outlook(fleet, trouble, _tasks(plan, kinds, faults), absent, None if waits else end)
+    return Forecast(fleet, trouble, _tasks(plan, kinds, faults), absent, None if waits else end)
 
 
 def end_seconds(arrival_seconds: Floats, deadline_seconds: float | None, quorum: int, number: int) -> float:
@@ -171,15 +166,3 @@ def _cut(row: ClientRow, kind: str, end: float, trouble: Trouble) -> ClientRow:
 
 def _share(size: int, seconds: float, whole_seconds: float) -> int:
     return size if seconds >= whole_seconds else int(size * max(seconds, 0.0) / whole_seconds)
-
-
-def _upload_bytes(task: Task, kind: str, plan: Plan, table: Units) -> int:
-    if kind == "replayed" and plan.round > 1:
-        if task.download is None:
-            return most_bytes(table, plan.bits)
-        return int(payload_sizes([task.download], table, plan.bits)[0])
-    if task.submodel is not None:
-        return block_bytes(unpack_mask(task.submodel, table), table)
-    kept = [asked_units(layer, task) for layer in table.layers]
-    elements = sum(layer.unit_elements * units for layer, units in zip(table.layers, kept, strict=True))
-    return int(payload_bytes(table, sum(kept), elements, plan.bits))

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.payload import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask, payload_head, read_head
 from feddd.core.units import Layer, Mask, Params, Units
+from feddd.wire.format import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask, payload_head, read_head
 
 ENCODING = 4
 

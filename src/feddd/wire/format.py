@@ -2,9 +2,9 @@
 
     bytes 0–3    magic b"FdDD"
     byte  4      version, 1
-    byte  5      value encoding: 0 = float32; 1, 2, 3 = 8, 4, 2 bits a value; 4 = blocks (`core.blocks`);
-                 5, 6 = sparse, sparse and ternary (`core.sparse`)
-    bytes 6–7    zero
+    byte  5      value encoding: 0 = float32; 1, 2, 3 = 8, 4, 2 bits a value; 4 = blocks (`wire.blocks`);
+                 5, 6 = sparse, sparse and ternary (`wire.sparse`); 7 = another chain of stages (`wire.exchange`)
+    bytes 6–7    zero; of another chain sixteen bits that tell it from others
     bytes 8–15   digest of the layer table
     then         one bit per unit, layer by layer, least significant bit first, zero-padded to four bytes
     then         float32 values, little-endian, contiguous per tensor, in the order of the layer table;
@@ -27,12 +27,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.quantise import FLOAT_BITS, Coded, pack_codes, quantise, unpack_codes
 from feddd.core.units import Mask, Params, Units, units_for
+from feddd.wire.quantise import FLOAT_BITS, Coded, pack_codes, quantise, unpack_codes
 
 MAGIC = b"FdDD"
 VERSION = 1
 ENCODINGS = {FLOAT_BITS: 0, 8: 1, 4: 2, 2: 3}
+KNOWN_ENCODINGS = range(8)
+_WITHOUT_MASK = (5, 6, 7)
 _HEADER = struct.Struct("<4sBBH8s")
 HEADER_BYTES = _HEADER.size
 VALUE_BYTES = 4
@@ -91,6 +93,29 @@ def payload_head(table: Units, encoding: int) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, encoding, 0, table.digest)
 
 
+def composed_head(table: Units, encoding: int, tag: int) -> bytes:
+    """The header of a payload whose stages only its receiver knows; tag: sixteen bits that tell chains apart."""
+    return _HEADER.pack(MAGIC, VERSION, encoding, tag, table.digest)
+
+
+def check_head(data: bytes | memoryview, wanted: bytes, table: Units) -> None:
+    """Refuse bytes that do not begin with this header; wanted: a header of this model."""
+    if len(data) < _HEADER.size + _mask_bytes(table) and wanted[5] not in _WITHOUT_MASK:
+        raise PayloadError(f"{len(data)} bytes are too few for a header and {table.total_units} mask bits")
+    if len(data) < _HEADER.size:
+        raise PayloadError(f"{len(data)} bytes are too few for a header")
+    magic, version, encoding, tag, digest = _HEADER.unpack_from(data)
+    _, _, wanted_encoding, wanted_tag, wanted_digest = _HEADER.unpack_from(wanted)
+    if magic != MAGIC:
+        raise PayloadError("this is not a payload: its magic number is wrong")
+    if version != VERSION or encoding not in KNOWN_ENCODINGS or (tag and encoding != max(KNOWN_ENCODINGS)):
+        raise PayloadError(f"payload version {version}, value encoding {encoding} is not known here")
+    if (encoding, tag) != (wanted_encoding, wanted_tag):
+        raise PayloadError(f"the payload has value encoding {encoding}, and {wanted_encoding} is expected")
+    if digest != wanted_digest:
+        raise PayloadError("the payload belongs to a model with another layer table")
+
+
 def read_head(data: bytes | memoryview, table: Units, encoding: int) -> tuple[Mask, memoryview]:
     """The mask of a payload in this encoding, and what follows it."""
     start = _HEADER.size + _mask_bytes(table)
@@ -144,19 +169,7 @@ def decode(
 def decode_values(data: bytes | memoryview, table: Units, bits: int = FLOAT_BITS) -> tuple[Mask, Tensor]:
     """The mask and the vector of kept values, checked against the layer table before anything large is made."""
     mask_bytes = _mask_bytes(table)
-    if len(data) < _HEADER.size + mask_bytes:
-        raise PayloadError(f"{len(data)} bytes are too few for a header and {table.total_units} mask bits")
-    magic, version, encoding, reserved, digest = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise PayloadError("this is not a payload: its magic number is wrong")
-    if version != VERSION or encoding not in ENCODINGS.values() or reserved:
-        raise PayloadError(f"payload version {version}, value encoding {encoding} is not known here")
-    if encoding != ENCODINGS[bits]:
-        raise PayloadError(
-            f"the payload has value encoding {encoding}, and {ENCODINGS[bits]} ({bits} bits) is expected"
-        )
-    if digest != table.digest:
-        raise PayloadError("the payload belongs to a model with another layer table")
+    check_head(data, payload_head(table, ENCODINGS[bits]), table)
     mask = unpack_mask(bytes(data[_HEADER.size : _HEADER.size + mask_bytes]), table)
     expected = _size(table, mask, bits)
     if len(data) != expected:
