@@ -34,7 +34,6 @@ _HOMES = {
 if TYPE_CHECKING:
     from feddd.core.aggregation import Aggregator
     from feddd.core.allocation import Allocation, allocate
-    from feddd.wire.format import PayloadError, decode, encode, payload_size
     from feddd.core.selection import select
     from feddd.core.units import Units, units
     from feddd.errors import InputError
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from feddd.strategies.fedcs import FedCS
     from feddd.strategies.feddd import FedDD
     from feddd.strategies.oort import Oort
+    from feddd.wire.format import PayloadError, decode, encode, payload_size
 
 __all__ = [
     "Aggregator",

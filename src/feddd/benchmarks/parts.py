@@ -13,11 +13,11 @@ from torch import nn
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.core.aggregation import Aggregator
 from feddd.core.allocation import Allocation, allocate
-from feddd.wire.format import decode, decode_values, encode, encode_coded
-from feddd.wire.quantise import BITS, quantise
 from feddd.core.selection import select
 from feddd.core.streams import stream
 from feddd.core.units import units
+from feddd.wire.format import decode, decode_values, encode, encode_coded
+from feddd.wire.quantise import BITS, quantise
 
 
 def allocation(settings: Settings) -> Iterator[Figure]:

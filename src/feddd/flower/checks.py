@@ -5,33 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from feddd.wire.format import PayloadError, most_bytes, pack_mask
-from feddd.wire.quantise import FLOAT_BITS
-from feddd.core.units import Mask, Units
+from feddd.core.units import Units
 from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, RecordError, Report, read_payload, read_record
-from feddd.strategies.checks import Limits, Refused, check_payload, check_told, check_version
+from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
 from feddd.strategies.protocol import Task, Upload
+from feddd.wire.carrying import most_upload_bytes
+from feddd.wire.exchange import Update
+from feddd.wire.format import PayloadError
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """An upload that counts: its mask, packed and not, and the vector of its values."""
+    """An upload that counts: what the client said, and what it sent, a stack of one."""
 
     report: Report
-    mask: Mask
-    packed: bytes
-    values: Tensor
+    update: Update
     upload_bytes: int
 
     def upload(self, client: int, table: Units, download_bytes: int) -> Upload:
-        """What a method is told about it."""
+        """Return what a method is told about it."""
         return Upload(
             client=client,
-            mask=self.packed,
-            kept_share=(table.kept_elements(self.mask) - len(table.fixed)) / table.droppable_elements,
+            mask=self.update.chosen.packed(table)[0],
+            kept_share=float(self.update.chosen.shares(table)[0]),
             train_loss=self.report.train_loss,
             oort_statistic=self.report.oort_statistic,
             samples=self.report.samples,
@@ -65,7 +62,7 @@ def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> R
 
 
 def accept(
-    content: RecordDict, client: str, version: str, task: Task, table: Units, limits: Limits, bits: int
+    content: RecordDict, client: str, version: str, task: Task, table: Units, limits: Limits
 ) -> tuple[Accepted | None, str]:
     """The upload if it counts, else why not. client, version: who must have sent it, and what it must hold now"""
     try:
@@ -74,21 +71,20 @@ def accept(
             raise Refused(f"the answer says it is from client {report.client!r}")
         if report.status == "diverged":
             return None, "diverged"
+        if report.status == "unconfirmed":
+            raise Refused(report.reason)
         if report.status != "ok":
             raise Refused("the client lost its state")
         check_version(report.held, version)
-        return read_upload(content, report, task, table, limits, bits), "ok"
+        return read_answer(content, report, task, table, limits), "ok"
     except (Refused, RecordError, PayloadError) as error:
         return None, f"refused: {error}"
 
 
-def read_upload(
-    content: RecordDict, report: Report, task: Task, table: Units, limits: Limits, bits: int = FLOAT_BITS
-) -> Accepted:
-    """Check an upload against the task it answers: sizes, digest, mask, values, report."""
+def read_answer(content: RecordDict, report: Report, task: Task, table: Units, limits: Limits) -> Accepted:
+    """Return what was uploaded, if it is what the task asked for."""
     check_told(report.samples, report.train_loss, report.oort_statistic, report.label_coverage, limits)
     if not 0.0 <= report.compute_seconds <= limits.compute_seconds:
         raise Refused(f"{report.compute_seconds} s of computing make no sense")
-    data = read_payload(content, most_bytes(table, bits))
-    mask, values = check_payload(data, task, table, limits, bits)
-    return Accepted(report, mask, pack_mask(mask, table), values, len(data))
+    data = read_payload(content, most_upload_bytes(task.up, table))
+    return Accepted(report, read_upload(data, task, table, limits), len(data))

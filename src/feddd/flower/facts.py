@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from feddd.flower.registry import Member
 from feddd.strategies.protocol import Plan, ServerState, Task, Upload
-from feddd.strategies.reference import Sending
+from feddd.wire.down import Sending
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from feddd.core.labels import label_coverage
-from feddd.wire.format import coverage_size, decode, decode_coverage, encode, encode_coded, most_bytes
-from feddd.wire.quantise import FLOAT_BITS, dequantise, quantise
-from feddd.core.streams import stream
-from feddd.core.units import Mask, Units, frozen_digest, units
+from feddd.core.stacks import stack_of_one
+from feddd.core.units import Units, frozen_digest, units
 from feddd.files import user_cache
 from feddd.flower.names import (
     ArrayRecord,
@@ -31,6 +29,7 @@ from feddd.flower.names import (
 from feddd.flower.records import (
     COVERAGE,
     ORDER,
+    PREFIX,
     REPORT,
     Order,
     RecordError,
@@ -40,11 +39,13 @@ from feddd.flower.records import (
     write_payload,
     write_record,
 )
-from feddd.flower.references import Held, brought_up, received
-from feddd.flower.store import ClientStore
-from feddd.strategies.client import Kept, receive, report
-from feddd.strategies.feedback import keeping, left_over, residual_of, with_residual
-from feddd.strategies.protocol import Task
+from feddd.flower.store import ClientStore, run_of
+from feddd.wire.carrying import TOLD_COVERAGE, Basis, Received, read_download
+from feddd.wire.documents import Vocabulary, read_chain, read_down, vocabulary
+from feddd.wire.down import whole_bytes
+from feddd.wire.exchange import At, encode, write
+from feddd.wire.format import coverage_size, decode_coverage, pack_mask
+from feddd.wire.stages import MASK, split_mask
 
 MakeModel = Callable[[], nn.Module]
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def feddd_mod(
     loss_key: str = "train_loss",
     samples_key: str = "num-examples",
     statistic_key: str = "oort-statistic",
+    stages: Sequence[Callable[..., Any]] = (),
 ) -> Mod:
     """A mod for ``ClientApp(mods=[feddd_mod(Net)])``.
 
@@ -69,6 +71,7 @@ def feddd_mod(
     label_counts: samples per class of this client, for the allocation; left out if the task has no classes
     arrays_key, …: where the train function finds its model and leaves its results. It must report a mean loss and a
     sample count; √(mean of squared sample losses) is for Oort, and the loss takes its place where it is missing
+    stages: stages and scores of your own that a server may ask for; a client never imports what a message names
 
     The node config may say: "client-id" (else "partition-id"), "uplink-bits-per-s", "downlink-bits-per-s".
     """
@@ -82,7 +85,7 @@ def feddd_mod(
         order = read_record(message.content, ORDER, Order)
         if order is None:
             return call_next(message, context)
-        client = _Client(makers, store, context, label_counts)
+        client = _Client(makers, store, context, label_counts, vocabulary(stages))
         if order.what == "hello":
             return _reply(message, client.hello())
         before = client.receive(message.content, order)
@@ -98,7 +101,8 @@ def feddd_mod(
         metrics = answer.content.metric_records.get(metrics_key, MetricRecord())
         after = _state(answer.content, arrays_key, before)
         told = _metrics(metrics, (loss_key, samples_key, statistic_key))
-        answer.content = client.report(before, after, order, told, seconds)
+        problem = _unconfirmed(order, config, metrics)
+        answer.content = client.unconfirmed(problem) if problem else client.report(before, after, order, told, seconds)
         answer.content[metrics_key] = metrics
         return answer
 
@@ -114,6 +118,7 @@ class _Client:
         store: Path | str | None,
         context: Context,
         label_counts: Callable[[Context], Sequence[int]] | None,
+        known_stages: Vocabulary,
     ) -> None:
         config = context.node_config
         self._name = str(config.get("client-id", config.get("partition-id", context.node_id)))
@@ -130,10 +135,9 @@ class _Client:
         folder = store or config.get("feddd-store") or user_cache() / "clients"
         self._store = ClientStore(Path(str(folder)), self._name)
         self._rates = [float(config.get(f"{way}-bits-per-s", 0.0)) for way in ("uplink", "downlink")]
-        self._coverage: dict[str, Tensor] | None = None
-        self._reference: Held | None = None
-        self._base: dict[str, Tensor] = {}
-        self._residual: Tensor | None = None
+        self._known_stages = known_stages
+        self._received: Received | None = None
+        self._mask: bytes | None = None
         self._label_counts = (lambda: label_counts(context)) if label_counts else None
 
     def hello(self, status: str = "ok") -> Report:
@@ -151,37 +155,37 @@ class _Client:
         )
 
     def receive(self, content: RecordDict, order: Order) -> dict[str, Tensor] | None:
-        """The local model of this round; None if the download builds on a state that is not here."""
+        """Return the local model of this round; None if the download builds on a state that is not here."""
         table = self._units
         if frozen_digest(self._own, table) != order.frozen:
             raise RecordError(
                 "the frozen parameters of this client's network are not those of the server's: they do not travel, so "
                 "both ends must make them alike, from a file or from a seed that is set before"
             )
-        kept = self._store.load(order.base, table) if order.base else None
-        if order.base and kept is None:
-            return None
-        self._coverage = self._store.coverage(_run(order.version), table)
-        if order.covered and self._coverage is None:
+        state = self._store.load(run_of(order.version), table)
+        if order.base and (self._store.version() != order.base or MASK not in state):
             return None
         if order.coverage:
-            self._coverage = decode_coverage(read_payload(content, coverage_size(table), COVERAGE), table)
-        if order.bits == FLOAT_BITS:
-            values, mask = decode(read_payload(content, most_bytes(table)), self._own, units=table, finite=True)
-        else:
-            on_disk = self._store.reference(_run(order.version), table)
-            held = brought_up(on_disk, content, order, table, self._own)
-            if held is None:
-                return None
-            values, mask, self._reference = received(held, content, order, table)
-            self._base = values
-            if order.feedback != "none":
-                self._residual = self._residual_of(kept, on_disk, order)
-        sent = kept.mask if kept else table.full_mask()
-        if any(not torch.equal(mask[layer], sent[layer]) for layer in mask):
-            raise RecordError("the download is not for the units that this client uploaded last")
+            told = decode_coverage(read_payload(content, coverage_size(table), COVERAGE), table)
+            state[TOLD_COVERAGE] = torch.cat([told[layer.name] for layer in table.layers])
+        if order.covered and TOLD_COVERAGE not in state:
+            return None
+        mask = pack_mask(split_mask(state[MASK], table), table) if MASK in state else None
+        down = read_down(order.down, mask, self._known_stages)
+        most = 2 * whole_bytes(table)
+        payloads = {
+            name.removeprefix(PREFIX): read_payload(content, most, name)
+            for name in content.array_records
+            if name.startswith(PREFIX) and name != COVERAGE
+        }
+        basis = Basis(order.reference, order.missed, order.whole)
+        received = read_download(payloads, down, basis, state, table, moves=order.moves)
+        if received is None:
+            return None
+        self._received, self._mask = received, down.mask
         # Counters and the like do not travel: the network's own stay.
-        return self._own | {name: value for name, value in receive(values, kept, table).items() if _carried(value)}
+        local = received.local | {alias: received.local[name] for alias, name in table.aliases}
+        return self._own | local
 
     def report(
         self,
@@ -191,9 +195,28 @@ class _Client:
         told: tuple[float, int, float],
         seconds: float,
     ) -> RecordDict:
-        """Choose what to upload and keep the rest on disk; payload and report. told: loss, samples, Oort's statistic"""
+        """Write what the client uploads and keep on disk what it keeps. told: loss, samples, Oort's statistic"""
         loss, samples, statistic = told
-        content = RecordDict()
+        content, table, received = RecordDict(), self._units, self._received
+        assert received is not None
+        if not (math.isfinite(loss) and all(after[slot.name].isfinite().all() for slot in table.slots)):
+            write_record(content, REPORT, Report(self._name, "diverged", "", self._sub_model, samples=samples))
+            return content
+        line, coverage = read_chain(order.up, self._known_stages), received.state.get(TOLD_COVERAGE)
+        at = At(
+            table,
+            [order.place],
+            order.round,
+            order.seed,
+            received.known,
+            [self._mask],
+            stack_of_one(before, table),
+            stack_of_one(after, table),
+            None if coverage is None else split_mask(coverage, table),
+            wire=True,
+        )
+        update, (state,) = encode([line], [received.state], at)
+        self._store.save(order.version, state, table)
         facts = Report(
             client=self._name,
             held=order.version,
@@ -203,41 +226,25 @@ class _Client:
             samples=samples,
             compute_seconds=seconds,
         )
-        if not (math.isfinite(loss) and all(after[slot.name].isfinite().all() for slot in self._units.slots)):
-            write_record(content, REPORT, Report(self._name, "diverged", "", self._sub_model, samples=samples))
-            return content
-        rng = stream(order.seed, "selection", order.round, order.place)
-        task = Task(order.place, order.dropout, order.selector, order.always_send)
-        mask, kept = report(before, after, task, self._units, rng=rng, coverage=self._coverage)
-        if order.bits == FLOAT_BITS:
-            data = encode(after, mask, units=self._units)
-        else:
-            data, kept = self._difference(after, mask, kept, order)
-        self._store.save(order.version, kept, self._units, self._coverage, self._reference)
         write_record(content, REPORT, facts)
-        write_payload(content, data, order.chunk_bytes)
+        write_payload(content, write(line, update, 0, table), order.chunk_bytes)
         return content
 
-    def _residual_of(self, kept: Kept | None, on_disk: Held | None, order: Order) -> Tensor:
-        """What error feedback adds to the difference; a full download replaces what an earlier round left here."""
-        if kept is not None:
-            return residual_of(kept, None, self._units)
-        version = self._store.version()
-        earlier = self._store.load(version, self._units) if _run(version) == _run(order.version) else None
-        replaced = on_disk.model if on_disk and order.feedback == "all" else None
-        return residual_of(earlier, replaced, self._units)
+    def unconfirmed(self, reason: str) -> RecordDict:
+        """Return an answer that does not count, with the reason."""
+        content = RecordDict()
+        write_record(content, REPORT, Report(self._name, "unconfirmed", "", self._sub_model, reason=reason))
+        return content
 
-    def _difference(self, after: dict[str, Tensor], mask: Mask, kept: Kept, order: Order) -> tuple[bytes, Kept]:
-        """The payload of an upload in a few bits, and what the client keeps."""
-        difference = {slot.name: after[slot.name] - self._base[slot.name] for slot in self._units.slots}
-        if self._residual is not None:
-            difference = with_residual(difference, self._residual, self._units)
-        rounding = stream(order.seed, "rounding", order.round, order.place) if self._residual is None else None
-        coded = quantise(difference, self._units, order.bits, rounding)
-        if self._residual is not None:
-            rounded = dequantise(coded, self._units)
-            kept = keeping(kept, left_over(difference, rounded, mask, self._residual, self._units))
-        return encode_coded(coded, mask, self._units, order.bits), kept
+
+def _unconfirmed(order: Order, config: ConfigRecord, metrics: MetricRecord) -> str:
+    """Return which rule the train function does not confirm, in words; "" if it confirms them all."""
+    for name in order.rules:
+        wanted, found = config.get(name), metrics.get(name)
+        if not isinstance(found, int | float) or not math.isclose(float(found), float(str(wanted)), rel_tol=1e-9):
+            said = "nothing" if found is None else repr(found)
+            return f"the train function was told {name} = {wanted!r} and must report the same as a metric, not {said}"
+    return ""
 
 
 def _called(option: str, function: Callable[[], T]) -> T:
@@ -246,11 +253,6 @@ def _called(option: str, function: Callable[[], T]) -> T:
         return function()
     except Exception as error:
         raise RuntimeError(f"feddd_mod's {option} raised {type(error).__name__}: {error}") from error
-
-
-def _run(version: str) -> str:
-    """The run that a version belongs to."""
-    return version.partition(".")[0]
 
 
 def _reply(message: Message, facts: Report) -> Message:
@@ -289,7 +291,3 @@ def _metrics(metrics: MetricRecord, keys: tuple[str, str, str]) -> tuple[float, 
 
 def _coverage_of(counts: Sequence[int]) -> float:
     return float(label_coverage(np.array([counts], dtype=np.int64))[0])
-
-
-def _carried(value: Tensor) -> bool:
-    return value.is_floating_point()

@@ -11,15 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from feddd.wire.quantise import FLOAT_BITS
 from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 256 * 1024, 4 * 1024
 CHUNK_SECONDS = 5.0
 """A piece of a payload takes no longer than this on an empty link."""
 ORDER, REPORT, PAYLOAD, COVERAGE = "feddd.order", "feddd.report", "feddd.payload", "feddd.coverage"
-REFERENCE, MOVE = "feddd.reference", "feddd.move"
+PREFIX = "feddd."
+"""Before the names of a download's parts, see `wire.carrying`."""
 _KIND = "feddd.bytes"  # how the arrays' bytes are to be read: by us
 
 T = TypeVar("T", "Order", "Report")
@@ -37,9 +37,9 @@ class Order:
     version: of the state that it is to keep after this round    place: its index at the server, the address of its
     random numbers    coverage: CR(k) is in the message; covered: it was told before, and is needed now
     chunk_bytes: the pieces in which its upload is to travel
-    bits: of a value; fewer than 32 for differences to the reference, of which the payload means this number, after
-    `missed` moves that are in the message, or `whole` if all of it is; broadcast: the payload moves it on
-    feedback: what the client adds to what it sends later, see `Task`
+    up, down: the stages of its upload and the kind of its download, see `wire.documents`
+    reference: the number of the one that the payload means, after `missed` moves that are in the message, or `whole` if
+    all of it is; moves: it becomes what is sent    rules: what the train function has to confirm
     frozen: a digest of the parameters that nobody trains and that never travel, "" if there are none
     """
 
@@ -47,20 +47,18 @@ class Order:
     round: int = 0
     base: str = ""
     version: str = ""
-    dropout: float = 0.0
-    selector: str = "importance"
-    always_send: tuple[str, ...] = ()
+    up: str = "[]"
+    down: str = '{"kind": "values", "masked": false}'
     seed: int = 0
     place: int = 0
     coverage: bool = False
     covered: bool = False
     chunk_bytes: int = MOST_CHUNK_BYTES
-    bits: int = FLOAT_BITS
     reference: int = 0
     missed: int = 0
     whole: bool = False
-    broadcast: bool = False
-    feedback: str = "none"
+    moves: bool = False
+    rules: tuple[str, ...] = ()
     frozen: str = ""
 
 
@@ -68,7 +66,8 @@ class Order:
 class Report:
     """What a client says beside its payload.
 
-    status: "ok", "resync" (it does not hold the base), "diverged"    held: the version it holds, "" for none
+    status: "ok", "resync" (it does not hold the base), "diverged", "unconfirmed" (for a reason)
+    held: the version it holds, "" for none
     sub_model: which of the known models it has    compute_seconds: of its train function
     label_coverage: Σ_c min(C·dis_n^c, 1), NaN if it does not say; rates: 0 if it was not told its own
     """
@@ -84,6 +83,7 @@ class Report:
     compute_seconds: float = math.nan
     uplink_bits_per_s: float = 0.0
     downlink_bits_per_s: float = 0.0
+    reason: str = ""
 
 
 def write_record(content: RecordDict, key: str, value: Order | Report) -> None:

@@ -15,13 +15,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
-from feddd.wire.format import (
-    coverage_size,
-    droppable_bytes,
-    encode,
-    encode_coverage,
-    fixed_bytes,
-)
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage, narrow_coverage
 from feddd.core.units import Units, units
@@ -29,7 +22,7 @@ from feddd.errors import InputError, RunError
 from feddd.flower.attempts import Attempts, with_reasons
 from feddd.flower.checkpoint import Checkpoint, check_members, load_checkpoint, save_checkpoint
 from feddd.flower.checks import Accepted, accept, read_introduction
-from feddd.flower.downloads import Downloads, frozen_digests
+from feddd.flower.downloads import frozen_digests, with_move
 from feddd.flower.facts import Pending, RoundFacts, metrics_of
 from feddd.flower.introductions import Introductions
 from feddd.flower.links import Links
@@ -37,6 +30,7 @@ from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, Message
 from feddd.flower.records import (
     COVERAGE,
     ORDER,
+    PREFIX,
     Order,
     Report,
     chunk_bytes,
@@ -48,8 +42,18 @@ from feddd.flower.rounds import Answer
 from feddd.strategies.checks import Limits
 from feddd.strategies.protocol import ServerState, Task, Upload, check_plan, start
 from feddd.strategies.protocol import Strategy as Method
-from feddd.strategies.reference import reference_after, sending
 from feddd.strategies.saving import CannotBeSaved
+from feddd.wire.carrying import known_at_server, own_model, write_download
+from feddd.wire.documents import chain_text, down_text
+from feddd.wire.down import prepare, reference_after
+from feddd.wire.exchange import At, Update, decode
+from feddd.wire.format import (
+    coverage_size,
+    droppable_bytes,
+    encode,
+    encode_coverage,
+    fixed_bytes,
+)
 
 
 class Server:
@@ -81,7 +85,7 @@ class Server:
         self._attempts: Attempts | None = None
         self._versions: list[str] = []
         self._told: set[int] = set()
-        self._downloads = Downloads(self._tables)
+        self._moves: dict[int, Update] = {}
         self._modules, self._frozen = modules, list[str]()
         self._state: ServerState | None = None
         self.pending: Pending | None = None
@@ -98,7 +102,8 @@ class Server:
     def lost_its_state(self, client: int) -> None:
         """The client holds nothing that a download could build on: in this round it gets everything."""
         pending = self.expect_pending()
-        pending.tasks[client] = dataclasses.replace(pending.tasks[client], download=None)
+        task = pending.tasks[client]
+        pending.tasks[client] = dataclasses.replace(task, down=task.down.whole())
         if pending.sent.before is not None:
             before = dataclasses.replace(pending.sent.before, held=pending.sent.before.held.copy())
             before.held[client] = -1
@@ -110,7 +115,7 @@ class Server:
         self.close()
         self._introductions, self._attempts = self._new_introductions(), None
         self._registry, self._versions, self._told = Registry(), [], set()
-        self._downloads = Downloads(self._tables)
+        self._moves = {}
         self._token, self._clock_seconds = secrets.token_hex(8), 0.0
         if self._checkpoint is not None and self._checkpoint.is_file():
             found = load_checkpoint(self._checkpoint, self._like)
@@ -182,12 +187,15 @@ class Server:
         rng = stream(self._seed, "strategy", state.round + 1)
         plan = self._method.plan(part_of(state, clients), fleet, rng)
         check_plan(plan, len(fleet))
-        if plan.peculiar:
-            raise InputError(f"{type(self._method).__name__} is for simulations: a deployment sends units")
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
-        sent = sending(state, plan, self._tables[0], self._seed)
-        self._downloads.remember(sent)
+        downs = [task.down for task in plan.tasks]
+        sent = prepare(
+            *(downs, state.model, state.reference, len(state.masks), self._tables[0]),
+            round=plan.round,
+            seed=self._seed,
+        )
+        self._moves = with_move(self._moves, sent)
         self._expect_attempts().plan()
         self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic(), sent)
         return self.pending
@@ -199,26 +207,35 @@ class Server:
         table, link = self._tables[member.sub_model], self._links[member.name]
         needed = self._needs_coverage(task, number)
         tells = task.coverage or (needed and client not in self._told)
+        rules = {name: value for rule in task.local for name, value in rule.config.items()}
+        payloads, basis = write_download(
+            *(pending.sent, task.down, client, table, self._tables[0]),
+            self._moves,
+        )
         order = Order(
             "train",
             round=number,
-            base=self._versions[client] if task.download is not None else "",
+            base=self._versions[client] if task.down.builds_on_last else "",
             version=self._version(number, client),
-            dropout=task.dropout,
-            selector=task.selector,
-            always_send=task.always_send,
+            up=chain_text(task.up),
+            down=down_text(task.down),
             seed=self._seed,
             place=client,
             coverage=tells,
             covered=needed and not tells,
-            feedback=task.feedback,
+            rules=tuple(rules),
             frozen=self._frozen[member.sub_model],
             chunk_bytes=chunk_bytes(link.uplink_bits_per_s),
+            reference=basis.number,
+            missed=basis.missed,
+            whole=basis.whole,
+            moves=pending.sent.moves,
         )
-        content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
-        chunk = chunk_bytes(link.downlink_bits_per_s)
-        order, size = self._downloads.write(content, order, pending.sent, task, member.sub_model, chunk)
+        content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number} | rules)})
+        chunk, size = chunk_bytes(link.downlink_bits_per_s), sum(map(len, payloads.values()))
         write_record(content, ORDER, order)
+        for name, data in payloads.items():
+            write_payload(content, data, chunk, PREFIX + name)
         if tells:
             share = coverage(self._tables[0], [self._tables[one.sub_model] for one in self._registry.members])
             write_payload(content, encode_coverage(narrow_coverage(share, table), table), chunk, COVERAGE)
@@ -237,7 +254,7 @@ class Server:
     def _needs_coverage(self, task: Task, number: int) -> bool:
         """CR(k) is told once, after round 1; a client that came later or lost its disk has missed that."""
         widths = {member.sub_model for member in self._registry.members}
-        return number > 1 and len(widths) > 1 and task.selector == "importance" and task.dropout > 0
+        return number > 1 and len(widths) > 1 and task.up.needs_coverage
 
     def evaluate_message(self, client: int, node: int, number: int, config: ConfigRecord) -> Message:
         """The full model, to be tested at a client."""
@@ -255,7 +272,7 @@ class Server:
         return sum(droppable_bytes(table) + fixed_bytes(table) for table in tables)
 
     def _own(self, sub_model: int) -> Mapping[str, Tensor]:
-        return self._downloads.part(self.expect_state().model, sub_model)
+        return own_model(self.expect_state().model, self._tables[0], self._tables[sub_model])
 
     def digest(self, answers: Mapping[int, Answer]) -> RoundFacts | None:
         """Check, average, absorb, checkpoint; None if too few count: nothing has changed, and the round is asked again.
@@ -271,11 +288,13 @@ class Server:
                 self._expect_attempts().failed(self._registry.members[client].name, pending.plan.round, status)
                 uploads.append(Upload(client, status=status, download_bytes=pending.download_bytes[client]))
                 continue
-            width = self._registry.members[client].sub_model
+            table = self._tables[self._registry.members[client].sub_model]
             task, sent = pending.tasks[client], pending.sent
-            dense = self._downloads.arrived(accepted.values, accepted.mask, sent, task, state.model, width)
-            average.add(dense, accepted.mask, accepted.report.samples)
-            uploads.append(accepted.upload(client, self._tables[width], pending.download_bytes[client]))
+            known = known_at_server(sent, self._tables[0], table)
+            at = At(table, [client], pending.plan.round, self._seed, known, [task.down.mask])
+            arrived = decode(task.up, accepted.update, at)
+            arrived.chosen.add_one(average, arrived.values, accepted.report.samples, table)
+            uploads.append(accepted.upload(client, table, pending.download_bytes[client]))
             reports[client] = accepted.report
         needed = min(self._quorum, len(uploads))
         if len(reports) < needed:
@@ -288,7 +307,8 @@ class Server:
         fleet = fleet_of(self._registry.members, self._tables, self._links)
         model = average.result()
         state = self._method.absorb(state, fleet, pending.plan, uploads, model)
-        self._state = dataclasses.replace(state, reference=reference_after(pending.sent, uploads))
+        trained = [upload.client for upload in uploads if upload.status in ("ok", "diverged")]
+        self._state = dataclasses.replace(state, reference=reference_after(pending.sent, trained))
         turnaround = {client: answers[client].seconds for client in sorted(pending.tasks)}
         compute = {client: report.compute_seconds for client, report in reports.items()}
         return self._finish(pending, uploads, turnaround, compute)
@@ -331,8 +351,8 @@ class Server:
             return None, answer.failure
         member = self._registry.members[client]
         version, table = self._version(pending.plan.round, client), self._tables[member.sub_model]
-        content, task, bits = answer.message.content, pending.tasks[client], pending.sent.bits
-        return accept(content, member.name, version, task, table, self._limits, bits)
+        content, task = answer.message.content, pending.tasks[client]
+        return accept(content, member.name, version, task, table, self._limits)
 
     def _finish(
         self, pending: Pending, uploads: Sequence[Upload], turnaround: dict[int, float], compute: dict[int, float]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
 from feddd.core.units import Units
-from feddd.wire.down import EVERYTHING, Down, Moves, Reference, Values
-from feddd.wire.exchange import Chain, Stage, chain
+from feddd.wire.down import Down, Moves, Reference, Values
+from feddd.wire.exchange import EVERYTHING, Chain, Stage, chain
 from feddd.wire.format import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.wire.local import Rule
 from feddd.wire.quantise import BITS, FLOAT_BITS

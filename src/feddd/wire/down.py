@@ -22,12 +22,22 @@ from torch import Tensor
 from feddd.core.stacks import put_stack
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import ChosenUnits, one
-from feddd.wire.exchange import At, Chain, ClientState, Known, Update, chain, encode, payload_sizes, read, write
+from feddd.wire.exchange import (
+    EVERYTHING,
+    At,
+    Chain,
+    ClientState,
+    Known,
+    Update,
+    chain,
+    encode,
+    payload_sizes,
+    read,
+    write,
+)
 from feddd.wire.format import pack_mask, unpack_mask
 from feddd.wire.format import payload_sizes as mask_sizes
 from feddd.wire.stages import MASK, OWN, Blocks, Given, blocks_of
-
-EVERYTHING = Chain()
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,15 @@ class Values:
     def sub_model(self) -> bytes | None:
         """The units of the sub-model that is sent: it is not one."""
         return None
+
+    @property
+    def builds_on_last(self) -> bool:
+        """Whether the download builds on what the client kept of its last upload."""
+        return self.mask is not None
+
+    def whole(self) -> Values:
+        """The same for a client that holds nothing that a mask could build on."""
+        return dataclasses.replace(self, mask=None)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -98,6 +117,15 @@ class SubModel:
     def sub_model(self) -> bytes | None:
         """The units of the sub-model."""
         return self.mask
+
+    @property
+    def builds_on_last(self) -> bool:
+        """Whether the download builds on what the client kept: it does not."""
+        return False
+
+    def whole(self) -> SubModel:
+        """The same: it builds on nothing."""
+        return self
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -144,6 +144,12 @@ class Stage:
     """Whether the stage decides which numbers travel; without one all of them do."""
     splits_units: ClassVar[bool] = False
     """Whether some numbers of a unit may travel without the others."""
+
+    @property
+    def needs_coverage(self) -> bool:
+        """Return whether the stage looks at how many clients have a unit."""
+        return False
+
     codes_values: ClassVar[bool] = False
     """Whether the stage writes the numbers itself; without one they travel as float32."""
     lasting: ClassVar[bool] = False
@@ -234,6 +240,11 @@ class Chain:
         return any(stage.lasting for stage in self.stages)
 
     @property
+    def needs_coverage(self) -> bool:
+        """Return whether a stage looks at how many clients have a unit."""
+        return any(stage.needs_coverage for stage in self.stages)
+
+    @property
     def needs_base(self) -> bool:
         """Return whether the server has to know all that the client begins a round with."""
         return any(stage.needs_base for stage in self.stages)
@@ -284,6 +295,10 @@ class Chain:
         if self.encoding != COMPOSED:
             return payload_head(table, self.encoding)
         return composed_head(table, COMPOSED, zlib.crc32(self.name.encode()) & 0xFFFF)
+
+
+EVERYTHING = Chain()
+"""All numbers, as they are."""
 
 
 def chain(*stages: Stage) -> Chain:

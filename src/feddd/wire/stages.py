@@ -68,6 +68,11 @@ class Select(Stage):
     each: ClassVar[tuple[str, ...]] = ("dropout",)
     chooses: ClassVar[bool] = True
 
+    @property
+    def needs_coverage(self) -> bool:
+        """Return whether importance is divided by CR(k)."""
+        return self.score == "importance" and self.dropout > 0
+
     def check(self, below: Sequence[Stage]) -> None:
         """Refuse to choose twice, and a score that there is not."""
         check_selector(self.score)
