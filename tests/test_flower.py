@@ -36,7 +36,11 @@ from feddd.flower.records import (
 )
 from feddd.flower.store import ClientStore
 from feddd.simulation.simulator import Simulation, World
-from feddd.strategies.client import Kept
+from feddd.wire.carrying import HELD_NUMBER, TOLD_COVERAGE, held_reference
+from feddd.wire.documents import chain_text, down_text, read_chain, read_down, vocabulary
+from feddd.wire.down import Moves
+from feddd.wire.exchange import chain
+from feddd.wire.stages import MASK, OWN, Bits, Select
 from feddd.testbed.apps import build_model, links_of
 from flower_apps import client_app
 from flower_grid import MemoryGrid
@@ -228,12 +232,13 @@ def test_in_a_few_bits_a_client_that_lost_its_disk_gets_the_reference_again(tmp_
     assert down[2][2] > whole + down[1][2]  # what it could not use, the reference, and what it had sent
     assert down[3][3] == whole + coded  # a broadcast that it could not use, then the reference as it is now
     assert down[4][5] == 2 * coded  # the broadcast that it missed, and the full model as a difference
-    reference = ClientStore(tmp_path, "5").reference(strategy._server._token, strategy._server._tables[0])
-    kept = strategy._server.expect_state().reference
+    table = strategy._server._tables[0]
+    state = ClientStore(tmp_path, "5").load(strategy._server._token, table)
+    reference, kept = held_reference(state, table), strategy._server.expect_state().reference
     assert reference
     assert kept
-    assert reference.number == kept.number
-    assert all(torch.equal(t, kept.model[name]) for name, t in reference.model.items())
+    assert int(state[HELD_NUMBER]) == kept.number
+    assert all(torch.equal(t, kept.model[name]) for name, t in reference.items())
 
 
 def test_a_narrow_client_that_lost_its_disk_is_told_the_coverage_again(tmp_path: Path) -> None:
@@ -649,24 +654,31 @@ def test_a_store_holds_one_version_and_survives_a_half_written_file(tmp_path: Pa
     store = ClientStore(tmp_path, "../odd / name")
     assert store.path.parent == tmp_path
     assert store.version() == ""
-    mask = {"": torch.tensor([True, False, True])}
-    name = table.layers[0].name
-    kept = Kept({name: mask[""]}, torch.arange(5.0))
-    store.save("v.1", kept, table, {name: torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)})
+    state = {
+        MASK: torch.tensor([True, False, True]),
+        OWN: torch.arange(5.0),
+        TOLD_COVERAGE: torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64),
+        "something-else": torch.arange(3),
+    }
+    store.save("v.1", state, table)
     assert store.version() == "v.1"
-    assert store.load("v.2", table) is None
-    loaded = store.load("v.1", table)
-    assert loaded is not None
-    assert torch.equal(loaded.values, kept.values)
-    assert torch.equal(loaded.mask[name], mask[""])
-    told = store.coverage("v", table)
-    assert told is not None
-    assert told[name].tolist() == [1.0, 0.5, 0.25]
-    assert store.coverage("w", table) is None
-    assert store.load("v.1", units(nn.Linear(5, 3))) is None
+    loaded = store.load("v", table)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
+    assert store.load("w", table) == {}
+    assert store.load("v", units(nn.Linear(5, 3))) == {}
+    for wrong in (
+        {MASK: torch.tensor([True, False])},
+        {OWN: torch.arange(4.0)},
+        {OWN: torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0])},
+        {TOLD_COVERAGE: torch.tensor([1.0, 0.0, 0.25], dtype=torch.float64)},
+    ):
+        store.save("v.1", state | wrong, table)
+        assert store.load("v", table) == {}
+    store.save("v.1", state, table)
     store.path.write_bytes(store.path.read_bytes()[:40])
     assert store.version() == ""
-    assert store.load("v.1", table) is None
+    assert store.load("v", table) == {}
 
 
 # What travels
@@ -707,10 +719,14 @@ def test_an_upload_that_is_still_arriving_holds_up_neither_the_others_nor_the_de
 
 
 def test_orders_and_reports_survive_their_records() -> None:
-    order = Order("train", 3, "a", "b", 0.25, "delta", ("fc3",), 7, 2, True, False, 4096)
+    up, down = chain(Select(0.25, "delta", ("fc3",)), Bits(4)), Moves(b"1234", chain(Bits(4)), broadcast=True)
+    order = Order("train", 3, "a", "b", chain_text(up), down_text(down), 7, 2, True, False, 4096)
     content = RecordDict()
     write_record(content, ORDER, order)
-    assert read_record(content, ORDER, Order) == order
+    found = read_record(content, ORDER, Order)
+    assert found == order
+    assert read_chain(found.up, vocabulary()) == up
+    assert read_down(found.down, b"1234", vocabulary()) == down
     assert read_record(content, REPORT, Report) is None
 
 
