@@ -308,27 +308,42 @@ def _spoil(document: Any, rng: random.Random) -> None:
 
 def _store(work: Path) -> Target:
     import torch
+    from feddd.strategies.client import Kept, receive
 
     import feddd
     from feddd.flower.store import ClientStore
-    from feddd.strategies.client import Kept, receive
+    from feddd.wire.carrying import HELD, HELD_NUMBER, TOLD_COVERAGE, held_reference
+    from feddd.wire.down import Values
+    from feddd.wire.format import pack_mask
+    from feddd.wire.stages import MASK, OWN, RESIDUAL, split_mask
 
     like = {"fc.weight": torch.ones(4, 2), "fc.bias": torch.zeros(4)}
     table = feddd.units(like)
     store = ClientStore(work, "client")
-    kept = Kept({"fc": torch.tensor([True, False, True, False])}, torch.arange(6.0))
-    store.save("run.1.0", kept, table, {"fc": torch.tensor([1.0, 0.5, 0.5, 0.25], dtype=torch.float64)})
+    state = {
+        MASK: torch.tensor([True, False, True, False]),
+        OWN: torch.arange(6.0),
+        RESIDUAL: torch.zeros(12),
+        HELD: torch.ones(12),
+        HELD_NUMBER: torch.tensor([3]),
+        TOLD_COVERAGE: torch.tensor([1.0, 0.5, 0.5, 0.25], dtype=torch.float64),
+    }
+    store.save("run.1.0", state, table)
     seed = store.path.read_bytes()
 
     def read(data: bytes) -> None:
         store.path.write_bytes(data)
         assert isinstance(store.version(), str)
-        found, told = store.load("run.1.0", table), store.coverage("run", table)
-        if found is None or told is None:
+        found = store.load("run", table)
+        if MASK not in found or HELD not in found:
             raise feddd.InputError("nothing that can be used")
-        merged = receive(like, found, table)
-        assert all(tensor.shape == like[name].shape for name, tensor in merged.items())
-        assert told["fc"].shape == (4,)
+        down = Values(pack_mask(split_mask(found[MASK], table), table))
+        stack = {name: tensor[None].clone() for name, tensor in like.items()}
+        down.local(stack, [down], [found], table)
+        assert all(bool(tensor.isfinite().all()) for tensor in stack.values())
+        held = held_reference(found, table)
+        assert held is not None
+        assert all(tensor.shape == like[name].shape for name, tensor in held.items())
 
     words = (b'"F32"', b'"F64"', b'"I64"', b"[0]", b"[6]", b"coverage.", b"\0\0\xc0\x7f")
     return Target((seed,), read, (feddd.InputError,), words, lambda rng: _with_new_header(seed, words, rng))
