@@ -308,7 +308,6 @@ def _spoil(document: Any, rng: random.Random) -> None:
 
 def _store(work: Path) -> Target:
     import torch
-    from feddd.strategies.client import Kept, receive
 
     import feddd
     from feddd.flower.store import ClientStore
