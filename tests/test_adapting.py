@@ -138,7 +138,7 @@ def test_whoever_fails_gets_the_full_model_also_after_staying_out(simulation: Si
         uploads = [Upload(client, status, samples=1, train_loss=1.0) for client in asked]
         state = strategy.absorb(state, fleet, plan, uploads, state.model)
         tasks = dataclasses.replace(strategy, leave_out=0.0).plan(state, fleet, np.random.default_rng(0)).tasks
-        return [task.client for task in tasks if task.download is None]
+        return [task.client for task in tasks if task.down.mask is None]
 
     assert after(1, range(8), "ok") == []
     assert after(2, [0, 1], "ok") == []

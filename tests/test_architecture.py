@@ -23,17 +23,18 @@ SOURCE = Path(feddd.__file__).parent
 MODULES = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in sorted(SOURCE.rglob("*.py"))}
 """Every file of the package and the nodes of its syntax tree."""
 LEAVES = {"errors", "files"}
-BELOW_EXPERIMENTS = {"core", "strategies", "world", "simulation"}
+BELOW_EXPERIMENTS = {"core", "wire", "strategies", "world", "simulation"}
 
 # Each part of the package and the other parts it may import. "" is feddd/__init__.py, the public surface.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "wire": {"core"},
     "errors": set(),
     "files": set(),
-    "strategies": {"core", *LEAVES},
+    "strategies": {"core", "wire", *LEAVES},
     "world": {"core", *LEAVES},
-    "simulation": {"core", "strategies", "world", *LEAVES},
-    "flower": {"core", "strategies", *LEAVES},
+    "simulation": {"core", "wire", "strategies", "world", *LEAVES},
+    "flower": {"core", "wire", "strategies", *LEAVES},
     "experiments": {*BELOW_EXPERIMENTS, *LEAVES},
     "benchmarks": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},

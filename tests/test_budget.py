@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from feddd import allocate, units
-from feddd.wire.format import droppable_bytes, fixed_bytes
 from feddd.core.selection import kept_units
+from feddd.wire.format import droppable_bytes, fixed_bytes
 from feddd.world import models
 
 PAPER = [

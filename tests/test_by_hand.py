@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from feddd.wire.format import unpack_mask
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import RoundRecord, Simulation, World
 from feddd.simulation.training import Training
 from feddd.strategies.feddd import FedDD
+from feddd.wire.format import unpack_mask
 from feddd.world.fleets import Devices
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "feddd_by_hand.py"

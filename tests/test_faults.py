@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import feddd
 from feddd import FedAvg, FedCS, FedDD, Oort
-from feddd.wire.format import encode
 from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import parse_experiment
@@ -19,14 +18,16 @@ from feddd.experiments.running import build_world
 from feddd.experiments.views import lines, not_counted
 from feddd.reporting import print_summary
 from feddd.simulation import answers
-from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, Wire, receive_answers
-from feddd.simulation.differences import Sent
+from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, receive_answers
 from feddd.simulation.faults import ANSWERS, Faults, draw
 from feddd.simulation.forecast import end_seconds
 from feddd.simulation.simulator import Simulation
-from feddd.strategies.checks import PATIENCE, Limits, Refused, check_payload
+from feddd.strategies.checks import PATIENCE, Limits, Refused, read_upload
 from feddd.strategies.protocol import Task, Upload
 from feddd.testbed.running import run_testbed
+from feddd.wire import exchange
+from feddd.wire.exchange import At, Known
+from feddd.wire.format import encode
 from feddd.world import models
 from worlds import experiment
 
@@ -286,7 +287,6 @@ def test_corruption_that_passes_the_checks_counts_as_it_came(monkeypatch):
     model = models.build("mlp", (1, 28, 28), 10, seed=0)
     table, state = units(model), dict(model.state_dict())
     stack = {name: tensor[None].clone() for name, tensor in state.items()}
-    masks = {name: kept[None].clone() for name, kept in table.full_mask().items()}
     size = len(encode(state, table.full_mask(), units=table))
 
     class Zeros:
@@ -301,10 +301,11 @@ def test_corruption_that_passes_the_checks_counts_as_it_came(monkeypatch):
     monkeypatch.setattr(answers, "stream", lambda *_: Zeros())
     honest = Upload(0, samples=5, train_loss=1.0, oort_statistic=1.0, upload_bytes=size)
     task = FaultyTask(0, fault="corrupted")
-    wire = Wire(stack, stack, masks, Sent(state), table)
-    (known,) = receive_answers(0, 1, [task], [honest], wire)
+    at = At(table, [0], 1, 0, Known(state, state), [None], stack, stack, wire=True)
+    update, _ = exchange.encode([task.up], [{}], at)
+    (known,), arrived = receive_answers([task], [honest], update, exchange.decode(task.up, update, at), at)
     assert known.status == "ok"
-    values = table.take({name: tensor[0] for name, tensor in stack.items()}, table.full_mask())
+    values = table.take({name: tensor[0] for name, tensor in arrived.values.items()}, table.full_mask())
     assert not values[-BLOCK_BYTES // 4 :].any()
     assert torch.equal(values[: -BLOCK_BYTES // 4], table.take(state, table.full_mask())[: -BLOCK_BYTES // 4])
 
@@ -316,7 +317,7 @@ def test_finite_but_absurd_values_are_refused():
     name = next(iter(state))
     state[name][0, 0] = 1e30
     with pytest.raises(Refused, match="beyond"):
-        check_payload(encode(state, table.full_mask(), units=table), Task(0), table, Limits())
+        read_upload(encode(state, table.full_mask(), units=table), Task(0), table, Limits())
 
 
 def test_a_round_in_which_nobody_counts_leaves_the_model_as_it_was(world):

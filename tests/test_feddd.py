@@ -13,6 +13,8 @@ import feddd
 from feddd.core.units import Units, units
 from feddd.strategies.feddd import FedDD, contribution
 from feddd.strategies.protocol import Fleet, ServerState, Upload, start
+from feddd.wire.exchange import chain
+from feddd.wire.stages import Select
 from feddd.world import models
 from test_protocol import chosen, fleet_of, state_of
 
@@ -50,7 +52,7 @@ def downloads(strategy: FedDD, rounds: int, clients: int = 3) -> list[tuple[byte
         plan = strategy.plan(state, fleet, RNG)
         assert plan.round == number
         assert chosen(plan) == list(range(clients))
-        sent.append(tuple(task.download for task in plan.tasks))
+        sent.append(tuple(task.down.mask for task in plan.tasks))
         answers = [Upload(n, mask=bytes([n, number]), train_loss=1.0, samples=1, label_coverage=1.0) for n in range(3)]
         state = strategy.absorb(state, fleet, plan, answers, {})
     return sent
@@ -60,7 +62,7 @@ def test_round_one_uploads_and_downloads_everything() -> None:
     fleet, _ = varied()
     tasks = FedDD().plan(start({}, len(fleet)), fleet, RNG).tasks
     assert [task.client for task in tasks] == list(range(6))
-    assert all(task.dropout == 0.0 and task.download is None for task in tasks)
+    assert all(task.dropout == 0.0 and task.down.mask is None for task in tasks)
 
 
 def test_full_models_go_down_in_round_one_and_after_every_broadcast_else_the_own_last_mask() -> None:
@@ -97,7 +99,7 @@ def test_a_client_whose_upload_did_not_count_gets_the_full_model_next() -> None:
         Upload(2, mask=b"two", train_loss=1.0, samples=1, label_coverage=1.0),
     ]
     state = FedDD().absorb(state, fleet, plan, answers, {})
-    assert [task.download for task in FedDD().plan(state, fleet, RNG).tasks] == [b"zero", None, b"two"]
+    assert [task.down.mask for task in FedDD().plan(state, fleet, RNG).tasks] == [b"zero", None, b"two"]
 
 
 def test_contribution_is_the_papers_product_worked_out_by_hand() -> None:
@@ -187,7 +189,8 @@ def test_layers_always_sent_are_constant_seconds_and_outside_the_budget() -> Non
     dropped = rates(strategy, state, fleet)
     assert dropped.tolist() == pytest.approx(expected.dropout.tolist())
     assert 400 * dropped[0] + 600 * dropped[1] == pytest.approx(0.4 * 1000)
-    assert {task.always_send for task in strategy.plan(state, fleet, RNG).tasks} == {("head",)}
+    chains = [task.up for task in strategy.plan(state, fleet, RNG).tasks]
+    assert chains == [chain(Select(rate, "importance", ("head",))) for rate in dropped.tolist()]
 
 
 def test_clients_that_never_reported_count_as_the_mean_of_the_others() -> None:
@@ -224,7 +227,9 @@ def test_coverage_is_told_once_before_round_two_and_only_where_models_differ_and
 
 def test_the_selector_reaches_every_client() -> None:
     fleet, state = varied()
-    assert {task.selector for task in FedDD(selector="ordered").plan(state, fleet, RNG).tasks} == {"ordered"}
+    chains = [task.up for task in FedDD(selector="ordered").plan(state, fleet, RNG).tasks]
+    assert {type(stage) for line in chains for stage in line.stages} == {Select}
+    assert {line.stages[0].score for line in chains} == {"ordered"}
 
 
 def tables(name: str, shape: tuple[int, int, int]) -> list[Units]:

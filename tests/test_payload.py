@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import feddd
-from feddd.wire.format import coverage_size, droppable_bytes, fixed_bytes, pack_mask, unpack_mask
 from feddd.core.units import Units, units
+from feddd.wire.format import coverage_size, droppable_bytes, fixed_bytes, pack_mask, unpack_mask
 from feddd.world.models import build, widths
 
 Params = dict[str, Tensor]

@@ -15,7 +15,6 @@ import torch
 
 import feddd
 from feddd import FedAvg, FedCS, FedDD, Oort
-from feddd.wire.format import pack_mask
 from feddd.errors import InputError
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
@@ -23,9 +22,13 @@ from feddd.strategies.federated_dropout import FederatedDropout
 from feddd.strategies.fedrolex import FedRolex
 from feddd.strategies.fjord import FjORD
 from feddd.strategies.heterofl import HeteroFL
-from feddd.strategies.protocol import Plan, Sparse, Task, check_plan, digest
+from feddd.strategies.protocol import Plan, Task, check_plan, digest
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
+from feddd.wire.down import Moves, SubModel, Values
+from feddd.wire.exchange import chain
+from feddd.wire.format import pack_mask
+from feddd.wire.stages import Bits, Blocks, Difference
 from worlds import experiment
 
 METHODS: dict[str, Any] = {
@@ -190,14 +193,27 @@ class Only(FedAvg):
 
 
 def _impossible(simulation: Simulation) -> dict[str, Plan]:
-    mask = pack_mask(simulation.units.full_mask(), simulation.units)
+    full = simulation.units.full_mask()
+    mask = pack_mask(full, simulation.units)
+    full[simulation.units.layers[0].name][0] = False
+    other = pack_mask(full, simulation.units)
     return {
-        "in 4 bits": Plan(1, (Task(0, submodel=mask),), bits=4),
-        "beside a sparse download": Plan(1, (Task(0, submodel=mask),), sparse=Sparse(0.1)),
-        "a sub-model, and": Plan(1, (Task(0, submodel=mask, sparse=Sparse(0.1)),)),
-        "a sparse update, and": Plan(1, (Task(0, sparse=Sparse(0.1)),), bits=2),
-        "sent a sparse difference": Plan(1, (Task(0), Task(1, sparse=Sparse(0.1))), sparse=Sparse(0.1)),
-        "error feedback in float32": Plan(1, (Task(0, feedback="rounded"),)),
+        "another sub-model than the one that it is sent": Plan(1, (Task(0, chain(Blocks(mask)), SubModel(other)),)),
+        "client 1 for another sub-model": Plan(1, (Task(0), Task(1, chain(Blocks(mask))))),
+        "client 2 for another sub-model": Plan(1, (Task(2, down=SubModel(mask)),)),
+        "a difference, but the server": Plan(1, (Task(0, chain(Difference()), Values(mask)),)),
+        "a difference, but": Plan(1, (Task(0, chain(Difference(), Blocks(mask)), SubModel(mask)),)),
+        "moves of one reference": Plan(1, (Task(0), Task(1, down=Moves(coding=chain(Bits(4)))))),
+        "something else than the others": Plan(
+            1, (Task(0, down=Moves(coding=chain(Bits(4)))), Task(1, down=Moves(coding=chain(Bits(8)))))
+        ),
+        "to all, or to nobody": Plan(
+            1,
+            (
+                Task(0, down=Moves(coding=chain(Bits(4)), broadcast=True)),
+                Task(1, down=Moves(coding=chain(Bits(4)))),
+            ),
+        ),
         "each of its clients once": Plan(1, (Task(0), Task(0))),
         "numbers from 0 to 5": Plan(1, (Task(6),)),
     }
@@ -222,20 +238,20 @@ class Fixed(FedAvg):
         return self.plan_  # type: ignore[no-any-return]
 
 
-def sub_models_in_4_bits() -> Any:
+def differences_of_sub_models() -> Any:
     @dataclass(frozen=True)
-    class InBits(HeteroFL):
+    class Differences(HeteroFL):
         def plan(self, state: Any, fleet: Any, rng: Any) -> Plan:
-            return dataclasses.replace(super().plan(state, fleet, rng), bits=4)
+            plan = super().plan(state, fleet, rng)
+            tasks = (dataclasses.replace(task, up=chain(Difference(), *task.up.stages)) for task in plan.tasks)
+            return dataclasses.replace(plan, tasks=tuple(tasks))
 
-    return InBits()
+    return Differences()
 
 
 def test_an_impossible_plan_of_ones_own_strategy_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    wrong = experiment(strategy=[{"name": "test_plans:sub_models_in_4_bits", "label": "own"}])
-    with pytest.raises(
-        InputError, match="strategy 'own': in round 1 the plan asks client 0 for a sub-model, in 4 bits"
-    ):
+    wrong = experiment(strategy=[{"name": "test_plans:differences_of_sub_models", "label": "own"}])
+    with pytest.raises(InputError, match="strategy 'own': in round 1 the plan asks client 0 for a difference, but"):
         feddd.run(wrong, tmp_path / "run", workers=1)
     assert not (tmp_path / "run").exists()
 

@@ -187,7 +187,7 @@ def test_filling_a_budget_never_exceeds_it_and_leaves_nobody_out_who_would_fit(
 def test_a_plan_of_full_models_sends_and_wants_everything_from_the_chosen_in_order() -> None:
     plan = full_model_plan(state_of(fleet_of([1.0] * 5), round=6), [4, 1])
     assert plan.round == 7
-    assert [(task.client, task.dropout, task.download, task.coverage) for task in plan.tasks] == [
+    assert [(task.client, task.dropout, task.down.mask, task.coverage) for task in plan.tasks] == [
         (1, 0.0, None, False),
         (4, 0.0, None, False),
     ]
@@ -234,5 +234,5 @@ def test_baselines_send_full_models_both_ways_in_every_round(strategy: Strategy)
     for number in range(1, 8):
         plan = strategy.plan(state, fleet, np.random.default_rng(number))
         assert plan.tasks
-        assert all(task.download is None and task.dropout == 0.0 and not task.coverage for task in plan.tasks)
+        assert all(task.down.mask is None and task.dropout == 0.0 and not task.coverage for task in plan.tasks)
         state = strategy.absorb(state, fleet, plan, uploads_of(chosen(plan)), {})

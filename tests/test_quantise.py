@@ -7,24 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import feddd
-from feddd.wire.format import PayloadError, decode_values, pack_mask, payload_sizes
-from feddd.wire.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
-from feddd.core.streams import stream
 from feddd.core.units import units
-from feddd.errors import RunError
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
-from feddd.strategies.client import receive, report
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
-from feddd.strategies.feedback import keeping, left_over, residual_of, with_residual
 from feddd.strategies.oort import Oort
-from feddd.strategies.protocol import Plan, Reference, Task, start
-from feddd.strategies.reference import Sending, reference_after, sending
+from feddd.wire.format import PayloadError, decode_values, pack_mask, payload_sizes
+from feddd.wire.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
 from test_payload import masks, net
 from worlds import experiment
 
@@ -123,65 +116,6 @@ def test_encodings_are_not_mixed_up_and_damage_is_refused() -> None:
         decode_values(payload[:-1], table, 4)
 
 
-# The reference
-
-
-def _state(clients: int = 3) -> Any:
-    model = {"a.weight": torch.randn(4, 6), "a.bias": torch.randn(4)}
-    return start(model, clients)
-
-
-def test_the_first_round_sends_everything_and_differences_follow() -> None:
-    state = _state()
-    table = units(state.model)
-    tasks = tuple(Task(client) for client in range(3))
-    first = sending(state, Plan(1, tasks, 4, broadcast=True), table, 0)
-    whole, coded = feddd.payload_size(table.full_mask(), state.model), None
-    assert [first.download_bytes(task, table) for task in tasks] == [whole] * 3
-    assert first.coded is None
-    noise = torch.Generator().manual_seed(0)
-    model = {name: t + 0.1 * torch.randn(t.shape, generator=noise) for name, t in state.model.items()}
-    state = _after(state, first, model, [0, 1])
-    assert state.reference.held.tolist() == [0, 0, -1]
-    second = sending(state, Plan(2, tasks, 4, broadcast=True), table, 0)
-    coded = feddd.payload_size(table.full_mask(), state.model, bits=4)
-    assert [second.download_bytes(task, table) for task in tasks] == [coded, coded, whole]
-    assert second.reference is not None
-    assert second.reference.number == 1
-    # A unit's step comes from its greatest difference, in whichever of its tensors that is.
-    step = max(float((tensor - state.reference.model[name]).abs().max()) for name, tensor in model.items()) / 7
-    for name, tensor in model.items():
-        assert float((second.model[name] - tensor).abs().max()) <= step * 1.0001
-        assert torch.equal(second.reference.model[name], second.model[name])
-
-
-def test_between_broadcasts_the_reference_stays_and_whoever_missed_one_catches_up() -> None:
-    state = _state()
-    table = units(state.model)
-    reference = Reference(state.model, 3, np.array([3, 2, 0]))
-    moved = {name: tensor + 0.1 for name, tensor in state.model.items()}
-    state = _after(state, Sending(4, state.model, reference, reference), moved, [])
-    mask = pack_mask({"a": torch.tensor([True, False, True, False])}, table)
-    sent = sending(state, Plan(5, (), 4), table, 0)
-    own = int(payload_sizes([mask], table, 4)[0])
-    coded, whole = (feddd.payload_size(table.full_mask(), state.model, bits=bits) for bits in (4, 32))
-    assert sent.reference is state.reference
-    assert sent.reference is not None
-    assert sent.reference.number == 3
-    sizes = [sent.download_bytes(Task(client, download=mask), table) for client in range(3)]
-    assert sizes == [own, own + min(coded, whole), own + min(3 * coded, whole)]
-
-
-def _after(state: Any, sent: Sending, model: Any, ok: list[int]) -> Any:
-    import dataclasses
-
-    from feddd.strategies.protocol import Upload
-
-    return dataclasses.replace(
-        state, round=state.round + 1, model=model, reference=reference_after(sent, [Upload(client) for client in ok])
-    )
-
-
 # In the simulator
 
 METHODS: dict[str, Any] = {
@@ -216,41 +150,30 @@ def test_workers_and_the_wire_change_nothing(name: str, model: str) -> None:
         assert all(torch.equal(t, other[-1].state.model[key]) for key, t in plain[-1].state.model.items())
 
 
-def test_with_error_feedback_nothing_is_lost() -> None:
-    """Whatever a client trains arrives in the end: what was decoded and the residual add up to its differences."""
-    model = nn.Linear(5, 8)
-    table = units(model)
-    reference = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    local, kept, arrived = dict(reference), None, torch.zeros(table.droppable_elements)
-    trained = torch.zeros(table.droppable_elements)
-    noise, everything = torch.Generator().manual_seed(0), table.full_mask()
-    for number in range(1, 13):
-        fresh = number % 4 == 1  # a full download of the reference, which stays; else the units that were sent
-        residual = residual_of(kept, reference if fresh else None, table)
-        start = receive(reference, None if fresh else kept, table)
-        step = {name: 0.1 * torch.randn(t.shape, generator=noise) for name, t in start.items()}
-        local = {name: start[name] + step[name] for name in start}
-        trained += table.take(step, everything, fixed=False)
-        rng = stream(0, "rounding", number)
-        mask, own = report(start, local, Task(0, 0.5), table, rng=rng)
-        difference = with_residual({name: local[name] - reference[name] for name in local}, residual, table)
-        rounded = dequantise(quantise(difference, table, 2, None), table)
-        only_sent = table.zeros_like(rounded)
-        table.put(only_sent, mask, table.take(rounded, mask, fixed=False), fixed=False)
-        arrived += table.take(only_sent, everything, fixed=False)
-        kept = keeping(own, left_over(difference, rounded, mask, residual, table))
-    assert float((arrived - trained).abs().max()) > 0.01
-    torch.testing.assert_close(arrived + residual_of(kept, reference, table), trained, rtol=0, atol=1e-5)
-
-
 def test_error_feedback_needs_something_to_feed_back() -> None:
     with pytest.raises(ValueError, match="needs value_bits below 32"):
         FedAvg(error_feedback="all")
     with pytest.raises(ValueError, match="'all' does not go with leave_out"):
         FedDD(value_bits=4, error_feedback="all", leave_out=0.2)
+
+
+def test_clients_that_were_away_owe_what_they_owed() -> None:
     world = build_world(experiment(fleet={"clients": 4}, faults={"lost": 0.5}))
-    with Simulation(world, workers=1) as simulation, pytest.raises(RunError, match="error feedback"):
-        list(simulation.run(FedDD(value_bits=4, error_feedback="all"), 2))
+    owed: dict[int, Any] = {}
+    stayed = 0
+    with Simulation(world, workers=1) as simulation:
+        shard = simulation._engine._workers[0]._shard  # type: ignore[attr-defined]
+        for record in simulation.run(FedDD(value_bits=4, error_feedback="all"), 5):
+            now = {client: state["residual"] for client, state in shard.snapshot().items()}
+            for row in record.clients:
+                client = row.upload.client
+                if row.upload.status == "lost" and client in owed:
+                    stayed += 1
+                    assert np.array_equal(now[client], owed[client])
+                elif row.upload.status == "ok" and client in owed:
+                    assert not np.array_equal(now[client], owed[client])
+            owed = now
+    assert stayed
 
 
 def test_a_few_bits_cost_a_few_bits_and_learn_as_well() -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feddd import FedAvg, FedCS, FedDD, Oort, payload_size
-from feddd.wire.format import coverage_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
@@ -25,6 +24,8 @@ from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
 from feddd.simulation.training import Samples, Training, gather_images
 from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, mapped
 from feddd.strategies.protocol import Task
+from feddd.wire.exchange import Known
+from feddd.wire.format import coverage_size
 from feddd.world import datasets, models
 from feddd.world.fleets import Devices
 from worlds import experiment
@@ -366,14 +367,17 @@ def test_after_a_full_broadcast_nobody_has_state_of_its_own(world):
     with Simulation(world, workers=1) as simulation:
         run = simulation.run(FedDD(broadcast_every=3), 4)
         shard = simulation._engine._workers[0]._shard
-        held = [sum(len(values) for _, values in shard.snapshot().values()) for _ in run]
+        held = [sum(len(state["own"]) for state in shard.snapshot().values()) for _ in run]
         # Nothing is dropped in round 1; a share of every model from then on.
         assert held[0] == 0
         assert all(0 < total < 0.5 * len(world.parts) * simulation.units.elements for total in held[1:])
         table = simulation.units
         everybody = [Task(client) for client in range(len(world.parts))]
-        shard._download(everybody, shard._widths[0], {s.name: simulation.initial[s.name] for s in table.slots})
-        assert shard.snapshot() == {}
+        model = {slot.name: simulation.initial[slot.name] for slot in table.slots}
+        states = [shard._states.get(task.client) for task in everybody]
+        assert all(len(state["own"]) for state in states)
+        local = shard._download(everybody, states, Known(model, model), table)
+        assert all(torch.equal(own, model[name]) for name, stack in local.items() for own in stack)
 
 
 def test_a_worker_that_raises_says_what_and_where(world):

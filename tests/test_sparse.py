@@ -13,29 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from feddd.wire.format import PayloadError, most_bytes
-from feddd.wire.sparse import (
-    Chosen,
-    choose,
-    decode_sparse,
-    dense,
-    encode_sparse,
-    golomb_bits,
-    greatest_count,
-    sparse_bytes,
-)
-from feddd.core.units import units
+from feddd.core.units import Units, units
 from feddd.errors import RunError
 from feddd.experiments.config import construct
 from feddd.experiments.running import build_world
-from feddd.simulation.kept import KeptStore
-from feddd.simulation.parts import sparse_sent
 from feddd.simulation.simulator import RoundRecord, Simulation
 from feddd.simulation.snapshot import pack_snapshot, unpack_snapshot
 from feddd.strategies.fedavg import FedAvg
-from feddd.strategies.protocol import Sparse, Task
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
+from feddd.wire import stages
+from feddd.wire.chosen import flat
+from feddd.wire.exchange import At, Chain, Known, Update, chain, decode, encode, payload_sizes, read, write
+from feddd.wire.format import PayloadError, most_bytes
+from feddd.wire.sparse import golomb_bits, greatest_count
 from worlds import experiment
 
 TABLE = units({"a.weight": torch.zeros(5, 9), "a.bias": torch.zeros(5)})
@@ -52,6 +43,27 @@ def oracle(vector: NDArray[np.float32], count: int, ternary: bool) -> list[float
     return result
 
 
+def table_of(elements: int) -> Units:
+    return units({"a.weight": torch.zeros(1, elements)})
+
+
+def sparse(share: float, ternary: bool) -> Chain:
+    return chain(stages.TopK(share), *([stages.Ternary()] if ternary else []))
+
+
+def sent(vector: NDArray[np.float32], line: Chain) -> tuple[Update, Units]:
+    """One client's numbers at the end of a chain."""
+    table = table_of(len(vector))
+    stack = {"a.weight": torch.from_numpy(vector)[None, None]}
+    at = At(table, [0], 1, 0, Known({}, {}), [None], stack, stack, wire=True)
+    return encode([line], [{}], at)[0], table
+
+
+def arrives(update: Update, table: Units) -> list[float]:
+    values: list[float] = flat(update.values, table)[0].tolist()
+    return values
+
+
 vectors = st.lists(st.integers(-4, 4).map(lambda n: n / 2), min_size=1, max_size=60).map(
     lambda values: np.array(values, np.float32)
 )
@@ -63,9 +75,9 @@ def test_the_greatest_elements_are_chosen_and_of_equal_ones_the_first(
     vector: NDArray[np.float32], share: float, ternary: bool
 ) -> None:
     count = greatest_count(len(vector), share)
-    chosen = choose(vector, count, ternary=ternary)
-    assert len(chosen.places) == count
-    assert dense(chosen, len(vector)).tolist() == pytest.approx(oracle(vector, count, ternary))
+    update, table = sent(vector, sparse(share, ternary))
+    assert update.chosen.numbers(table).tolist() == [count]
+    assert arrives(update, table) == pytest.approx(oracle(vector, count, ternary))
 
 
 @given(vectors, st.floats(0.01, 1.0), st.booleans())
@@ -73,12 +85,13 @@ def test_the_greatest_elements_are_chosen_and_of_equal_ones_the_first(
 def test_a_sparse_payload_arrives_as_it_was_and_has_the_size_charged(
     vector: NDArray[np.float32], share: float, ternary: bool
 ) -> None:
-    chosen = choose(vector, greatest_count(len(vector), share), ternary=ternary)
-    data = encode_sparse(chosen, len(vector), TABLE)
-    assert len(data) == sparse_bytes(chosen, len(vector))
-    found = decode_sparse(data, len(vector), TABLE, ternary=ternary)
-    assert found.places.tolist() == chosen.places.tolist()
-    assert dense(found, len(vector)).tolist() == dense(chosen, len(vector)).tolist()
+    line = sparse(share, ternary)
+    update, table = sent(vector, line)
+    data = write(line, update, 0, table)
+    assert len(data) == payload_sizes(line, update, table)[0]
+    found = read(line, data, table)
+    assert [own.tolist() for own in found.chosen.places] == [own.tolist() for own in update.chosen.places]  # type: ignore[attr-defined]
+    assert arrives(found, table) == arrives(update, table)
 
 
 def test_golomb_codes_are_those_of_the_paper() -> None:
@@ -88,10 +101,13 @@ def test_golomb_codes_are_those_of_the_paper() -> None:
         assert golomb_bits(int(10_000 * share), 10_000) == wanted
     assert [golomb_bits(n, 100) for n in (100, 60, 10, 1)] == [0, 0, 3, 6]
     # Places 2 and 12 of 100, b = 5: the gaps' d − 1 are 2 and 9, each a zero and five bits, lowest first.
-    chosen = Chosen(np.array([2, 12]), np.array([1.5, -1.5], np.float32), True)
+    vector = np.zeros(100, np.float32)
+    vector[[2, 12]] = 1.5, -1.5
+    line = sparse(0.02, True)
+    update, table = sent(vector, line)
     bits = "0" + "01000" + "0" + "10010"
     coded = np.packbits([int(bit) for bit in bits], bitorder="little").tobytes()
-    data = encode_sparse(chosen, 100, TABLE)
+    data = write(line, update, 0, table)
     assert data[16:] == (2).to_bytes(4, "little") + np.float32(1.5).tobytes() + coded + bytes([0b10])
 
 
@@ -100,7 +116,8 @@ def test_places_take_about_their_entropy_and_never_more_than_a_bitmap_or_a_list(
     elements = 85_614
     vector = np.random.default_rng(0).normal(size=elements).astype(np.float32)
     count = greatest_count(elements, share)
-    places = 8 * (sparse_bytes(choose(vector, count, ternary=False), elements) - 20 - 4 * count)
+    line = sparse(share, False)
+    places = 8 * (int(payload_sizes(line, *sent(vector, line))[0]) - 20 - 4 * count)
     entropy = elements * (-share * math.log2(share) - (1 - share) * math.log2(1 - share))
     assert entropy * 0.99 <= places <= 1.05 * entropy
     assert places <= min(elements + 8, 17 * count)
@@ -109,41 +126,48 @@ def test_places_take_about_their_entropy_and_never_more_than_a_bitmap_or_a_list(
 def test_damaged_sparse_payloads_are_refused() -> None:
     vector = np.random.default_rng(0).normal(size=50).astype(np.float32)
     for ternary in (False, True):
-        data = encode_sparse(choose(vector, 6, ternary=ternary), 50, TABLE)
+        line, other = sparse(0.12, ternary), sparse(0.12, not ternary)
+        update, table = sent(vector, line)
+        data = write(line, update, 0, table)
         with pytest.raises(PayloadError):
-            decode_sparse(data, 50, TABLE, ternary=not ternary)
+            read(other, data, table)
         for bad in (data[:18], data[:-1], data + b"\0", data[:16] + b"\xff\xff\xff\xff" + data[20:], b"x" + data[1:]):
             with pytest.raises(PayloadError):
-                decode_sparse(bad, 50, TABLE, ternary=ternary)
+                read(line, bad, table)
         rng = np.random.default_rng(1)
+        accepted = 0
         for _ in range(200):
             at = int(rng.integers(16, len(data)))
             changed = data[:at] + rng.bytes(1) + data[at + 1 :]
             try:
-                found = decode_sparse(changed, 50, TABLE, ternary=ternary)
+                found = read(line, changed, table)
             except PayloadError:
                 continue
-            assert encode_sparse(found, 50, TABLE) == changed
+            accepted += 1
+            if not ternary:
+                assert write(line, found, 0, table) == changed
+        assert accepted
 
 
 @pytest.mark.parametrize("ternary", [False, True])
 def test_nothing_of_an_update_is_lost_it_is_sent_or_kept(ternary: bool) -> None:
-    kept, rng = KeptStore(None, TABLE.elements), np.random.default_rng(0)
-    tasks = [Task(client, sparse=Sparse(0.2, ternary)) for client in (3, 7)]
-    base = {slot.name: torch.zeros(slot.shape) for slot in TABLE.slots}
-    updates, sent = np.zeros((2, TABLE.elements)), np.zeros((2, TABLE.elements))
-    for _ in range(4):
-        before, after = (
-            {slot.name: torch.from_numpy(rng.normal(size=(2, *slot.shape)).astype(np.float32)) for slot in TABLE.slots}
-            for _ in "ab"
-        )
-        part = sparse_sent(before, after, base, tasks, kept, TABLE)
-        updates += np.concatenate([(after[s.name] - before[s.name]).reshape(2, -1).numpy() for s in TABLE.slots], 1)
-        arrived = np.concatenate([part.values[s.name].reshape(2, -1).numpy() for s in TABLE.slots], 1)
-        assert (np.count_nonzero(arrived, axis=1) == 10).all()
-        sent += arrived
-        residual = np.stack([kept[client].values.numpy() for client in (3, 7)])
-        assert np.allclose(sent + residual, updates, atol=1e-5)
+    line, rng = chain(stages.Difference(), stages.Feedback(), *sparse(0.2, ternary).stages), np.random.default_rng(0)
+    updates, arrived = np.zeros((2, TABLE.elements)), np.zeros((2, TABLE.elements))
+    states: list[Any] = [{}, {}]
+    for number in range(1, 5):
+        model = {slot.name: torch.from_numpy(rng.normal(size=slot.shape).astype(np.float32)) for slot in TABLE.slots}
+        after = {
+            slot.name: torch.from_numpy(rng.normal(size=(2, *slot.shape)).astype(np.float32)) for slot in TABLE.slots
+        }
+        at = At(TABLE, [3, 7], number, 0, Known(model, model), [None, None], after, after)
+        update, states = encode([line, line], states, at)
+        base = flat({name: tensor[None] for name, tensor in model.items()}, TABLE).numpy()
+        updates += flat(after, TABLE).numpy() - base
+        came = flat(decode(line, update, at).values, TABLE).numpy() - base
+        assert (np.count_nonzero(np.abs(came) > 1e-6, axis=1) == 10).all()
+        arrived += came
+        residual = np.stack([state["residual"].numpy() for state in states])
+        assert np.allclose(arrived + residual, updates, atol=1e-5)
     assert np.abs(residual).max() > 0.1
 
 
@@ -175,7 +199,7 @@ def test_workers_the_wire_files_and_a_resume_change_nothing(name: str, tmp_path:
     with Simulation(world, workers=1) as simulation:
         half = list(simulation.run(method, 3))
         tensors, document = pack_snapshot(simulation.snapshot(half[-1], simulation.holding(method, half[-1].state)))
-        assert len(tensors["kept"]) == sum(half[-1].state.last_round > 0) * simulation.units.elements
+        assert len(tensors["kept.residual"]) == sum(half[-1].state.last_round > 0) * simulation.units.elements
     with Simulation(world, workers=2) as simulation:
         snapshot = unpack_snapshot(tensors, json.loads(json.dumps(document)), simulation.initial)
         assert same(records[3:], list(simulation.run(method, 6, after=snapshot)))
@@ -251,5 +275,5 @@ def test_wrong_options_and_worlds_are_refused() -> None:
             next(simulation.run(STC(), 1))
         assert next(simulation.run(TopK(), 1)).round == 1
     faulty = build_world(experiment(faults={"lost": 0.1}))
-    with Simulation(faulty, workers=1) as simulation, pytest.raises(RunError, match="sparse"):
+    with Simulation(faulty, workers=1) as simulation, pytest.raises(RunError, match="depends on the numbers"):
         next(simulation.run(TopK(), 1))

@@ -192,7 +192,7 @@ def _record() -> Target:
     from feddd.flower.records import ORDER, Order, RecordError, read_record, write_record
 
     content = RecordDict()
-    write_record(content, ORDER, Order("train", 3, "a", "b", "[]", "{}", 7, 2, True, False, rules=("a",)))
+    write_record(content, ORDER, Order("train", 3, "a", "b", 0.25, "delta", ("fc3",), 7, 2, True, False))
 
     def read(fields: dict[str, Any]) -> None:
         assert isinstance(read_record(RecordDict({ORDER: ConfigRecord(fields)}), ORDER, Order), Order)
@@ -311,16 +311,22 @@ def _store(work: Path) -> Target:
 
     import feddd
     from feddd.flower.store import ClientStore
-    from feddd.wire.carrying import TOLD_COVERAGE
+    from feddd.wire.carrying import HELD, HELD_NUMBER, TOLD_COVERAGE, held_reference
     from feddd.wire.down import Values
     from feddd.wire.format import pack_mask
-    from feddd.wire.stages import MASK, OWN, split_mask
+    from feddd.wire.stages import MASK, OWN, RESIDUAL, split_mask
 
     like = {"fc.weight": torch.ones(4, 2), "fc.bias": torch.zeros(4)}
     table = feddd.units(like)
     store = ClientStore(work, "client")
-    told = torch.tensor([1.0, 0.5, 0.5, 0.25], dtype=torch.float64)
-    state = {MASK: torch.tensor([True, False, True, False]), OWN: torch.arange(6.0), TOLD_COVERAGE: told}
+    state = {
+        MASK: torch.tensor([True, False, True, False]),
+        OWN: torch.arange(6.0),
+        RESIDUAL: torch.zeros(12),
+        HELD: torch.ones(12),
+        HELD_NUMBER: torch.tensor([3]),
+        TOLD_COVERAGE: torch.tensor([1.0, 0.5, 0.5, 0.25], dtype=torch.float64),
+    }
     store.save("run.1.0", state, table)
     seed = store.path.read_bytes()
 
@@ -328,13 +334,15 @@ def _store(work: Path) -> Target:
         store.path.write_bytes(data)
         assert isinstance(store.version(), str)
         found = store.load("run", table)
-        if MASK not in found or TOLD_COVERAGE not in found:
+        if MASK not in found or HELD not in found:
             raise feddd.InputError("nothing that can be used")
-        local = {name: tensor.clone()[None] for name, tensor in like.items()}
         down = Values(pack_mask(split_mask(found[MASK], table), table))
-        down.local(local, [down], [found], table)
-        assert all(tensor.shape == (1, *like[name].shape) for name, tensor in local.items())
-        assert found[TOLD_COVERAGE].shape == (4,)
+        stack = {name: tensor[None].clone() for name, tensor in like.items()}
+        down.local(stack, [down], [found], table)
+        assert all(bool(tensor.isfinite().all()) for tensor in stack.values())
+        held = held_reference(found, table)
+        assert held is not None
+        assert all(tensor.shape == like[name].shape for name, tensor in held.items())
 
     words = (b'"F32"', b'"F64"', b'"I64"', b"[0]", b"[6]", b"coverage.", b"\0\0\xc0\x7f")
     return Target((seed,), read, (feddd.InputError,), words, lambda rng: _with_new_header(seed, words, rng))

@@ -1,8 +1,8 @@
-"""The client half: what it holds after a download, what it chooses to send, and what it keeps."""
+"""Choosing and keeping: what a client sends of its units, what it keeps of the others, and what a download leaves."""
 
 import copy
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from feddd.core.units import Mask, Params, Units, units
-from feddd.strategies.client import Kept, complement, receive, report
-from feddd.strategies.protocol import Task
+from feddd.wire.chosen import ChosenUnits, one
+from feddd.wire.down import Values
+from feddd.wire.exchange import At, ClientState, Known, chain, encode
+from feddd.wire.format import pack_mask
+from feddd.wire.stages import MASK, OWN, Select, split_mask
 
 
 class Net(nn.Module):
@@ -37,29 +40,49 @@ def params(seed: int) -> dict[str, Tensor]:
     }
 
 
-def chosen_by(before: Params, after: Params, dropout: float, selector: str = "importance") -> tuple[Mask, Kept]:
-    return report(before, after, Task(0, dropout, selector), TABLE, rng=np.random.default_rng(1))
+def chosen_by(
+    before: Params, after: Params, dropout: float, score: str = "importance", *, table: Units = TABLE, **options: Any
+) -> tuple[Mask, ClientState]:
+    """One client's choice, and what it keeps."""
+    seed, coverage = options.pop("seed", 1), options.pop("coverage", None)
+    old, new = ({slot.name: model[slot.name][None] for slot in table.slots} for model in (before, after))
+    at = At(table, [0], 1, seed, Known(before, before), [None], old, new, coverage)
+    update, (state,) = encode([chain(Select(dropout, score, **options))], [{}], at)
+    assert isinstance(update.chosen, ChosenUnits)
+    return one(update.chosen.masks, 0), state
+
+
+def receive(sent: Params, state: ClientState, table: Units = TABLE) -> dict[str, Tensor]:
+    """What a client trains after a download of the units that it sent last; of everything, if it sent nothing."""
+    stack = {slot.name: sent[slot.name].clone()[None] for slot in table.slots}
+    down = Values(pack_mask(split_mask(state[MASK], table), table) if MASK in state else None)
+    down.local(stack, [down], [state], table)
+    return one(stack, 0)
+
+
+def carried(model: Params) -> dict[str, Tensor]:
+    return {slot.name: model[slot.name] for slot in TABLE.slots}
 
 
 def equal(a: Params, b: Params) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_full_download_is_the_local_model() -> None:
+def test_a_full_download_is_the_local_model_whatever_was_kept() -> None:
     sent = params(1)
-    local = receive(sent, None, TABLE)
-    assert equal(local, sent)
-    local["head.weight"].zero_()
-    assert sent["head.weight"].abs().sum() > 0
+    _, state = chosen_by(params(2), params(3), 0.5)
+    stack = {slot.name: sent[slot.name].clone()[None] for slot in TABLE.slots}
+    Values().local(stack, [Values()], [state], TABLE)
+    assert equal(one(stack, 0), carried(sent))
 
 
 @pytest.mark.parametrize("dropout", [0.2, 0.5, 0.8])
 def test_a_sparse_download_leaves_the_own_trained_values_where_the_mask_is_false(dropout: float) -> None:
     before, trained, sent = params(1), params(2), params(3)
     mask, kept = chosen_by(before, trained, dropout)
-    local = receive(sent, kept, TABLE)
+    local = receive(sent, kept)
     for layer, names in {"conv": ("conv", "norm"), "head": ("head",)}.items():
-        for name in (name for name in sent if name.split(".")[0] in names and sent[name].is_floating_point()):
+        for name in (name for name in local if name.split(".")[0] in names and sent[name].is_floating_point()):
             for unit in range(UNITS[layer]):
                 source = sent if bool(mask[layer][unit]) else trained
                 assert torch.equal(local[name][unit], source[name][unit])
@@ -67,33 +90,22 @@ def test_a_sparse_download_leaves_the_own_trained_values_where_the_mask_is_false
 
 def test_running_statistics_stay_with_their_channel() -> None:
     mask, kept = chosen_by(params(1), params(2), 0.5)
-    local = receive(params(3), kept, TABLE)
+    local = receive(params(3), kept)
     own = ~mask["conv"]
     assert bool(own.any())
     assert torch.equal(local["norm.running_mean"][own], params(2)["norm.running_mean"][own])
 
 
-def test_scalars_and_integers_come_from_the_server_even_in_a_sparse_download() -> None:
+def test_scalars_come_from_the_server_even_in_a_sparse_download() -> None:
     _, kept = chosen_by(params(1), params(2), 0.8)
-    local = receive(params(3), kept, TABLE)
+    local = receive(params(3), kept)
     assert torch.equal(local["temperature"], params(3)["temperature"])
-    assert int(local["norm.num_batches_tracked"]) == 3
 
 
 def test_a_download_with_everything_sent_is_the_global_model() -> None:
     _, kept = chosen_by(params(1), params(2), 0.0)
-    assert kept.values.numel() == 0
-    assert equal(receive(params(3), kept, TABLE), params(3))
-
-
-def test_tied_names_share_the_received_tensor() -> None:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    tied = nn.ModuleList([first, second])
-    table = units(tied)
-    local = receive({name: tensor.detach() for name, tensor in tied.state_dict().items()}, None, table)
-    assert table.aliases == (("1.weight", "0.weight"),)
-    assert local["1.weight"] is local["0.weight"]
+    assert kept[OWN].numel() == 0
+    assert equal(receive(params(3), kept), carried(params(3)))
 
 
 def test_what_is_kept_is_what_was_not_sent_and_outlives_the_network_that_trained() -> None:
@@ -102,10 +114,10 @@ def test_what_is_kept_is_what_was_not_sent_and_outlives_the_network_that_trained
     dropped = torch.cat(
         [trained[name][~mask[name.split(".")[0].replace("norm", "conv")]].reshape(-1) for name in _floating(trained)]
     )
-    assert torch.equal(kept.values, dropped)
+    assert torch.equal(kept[OWN], dropped)
     for tensor in trained.values():
         tensor.zero_()
-    assert torch.equal(kept.values, dropped)
+    assert torch.equal(kept[OWN], dropped)
 
 
 def _floating(tensors: Params) -> list[str]:
@@ -116,28 +128,24 @@ def test_reporting_and_receiving_change_none_of_their_arguments() -> None:
     before, trained, sent = params(1), params(2), params(3)
     copies = copy.deepcopy((before, trained, sent))
     _, kept = chosen_by(before, trained, 0.5)
-    values = kept.values.clone()
-    receive(sent, kept, TABLE)
+    values = kept[OWN].clone()
+    receive(sent, kept)
     assert all(equal(now, then) for now, then in zip((before, trained, sent), copies, strict=True))
-    assert torch.equal(kept.values, values)
+    assert torch.equal(kept[OWN], values)
 
 
 def test_layers_always_sent_are_whole_in_the_mask() -> None:
-    task = Task(0, dropout=0.7, always_send=("head",))
-    mask, _ = report(params(1), params(2), task, TABLE, rng=np.random.default_rng(1))
+    mask, _ = chosen_by(params(1), params(2), 0.7, always_send=("head",))
     assert bool(mask["head"].all())
     assert int(mask["conv"].sum()) == 2  # 6 · 0.3 = 1.8
 
 
-def test_the_task_decides_the_selector_and_the_generator_the_random_one() -> None:
+def test_the_stage_decides_the_score_and_the_seed_the_random_one() -> None:
     before, trained = params(1), params(2)
     assert chosen_by(before, trained, 0.5, "ordered")[0]["conv"].tolist() == [True] * 3 + [False] * 3
     largest = trained["head.weight"].square().sum(1) + trained["head.bias"].square()
     assert chosen_by(before, trained, 0.75, "magnitude")[0]["head"].tolist() == (largest == largest.max()).tolist()
-    task = Task(0, 0.5, "random")
-    masks = [
-        report(before, trained, task, TABLE, rng=np.random.default_rng(seed))[0]["conv"].tolist() for seed in (1, 1, 2)
-    ]
+    masks = [chosen_by(before, trained, 0.5, "random", seed=seed)[0]["conv"].tolist() for seed in (1, 1, 3)]
     assert masks[0] == masks[1] != masks[2]
 
 
@@ -148,9 +156,9 @@ def test_coverage_favours_units_that_few_clients_have() -> None:
         for name, tensor in before.items()
     }
     table = units(before)
-    task, rng = Task(0, dropout=0.75), np.random.default_rng(0)
-    plain, _ = report(before, after, task, table, rng=rng)
-    rare, _ = report(before, after, task, table, rng=rng, coverage={"head": torch.tensor([1.0, 1.0, 1.0, 0.1])})
+    plain, _ = chosen_by(before, after, 0.75, table=table)
+    share = {"head": torch.tensor([1.0, 1.0, 1.0, 0.1])}
+    rare, _ = chosen_by(before, after, 0.75, table=table, coverage=share)
     assert plain["head"].tolist() == [True, False, False, False]
     assert rare["head"].tolist() == [False, False, False, True]
 
@@ -160,8 +168,4 @@ def test_coverage_favours_units_that_few_clients_have() -> None:
 def test_a_client_that_gets_its_own_values_back_has_its_trained_model(seed: int, dropout: float) -> None:
     trained = params(seed)
     _, kept = chosen_by(params(seed + 1), trained, dropout)
-    assert equal(receive(trained, kept, TABLE), trained)
-
-
-def test_the_complement_turns_every_unit_round() -> None:
-    assert complement({"a": torch.tensor([True, False])})["a"].tolist() == [False, True]
+    assert equal(receive(trained, kept), carried(trained))
