@@ -70,6 +70,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "federated-dropout": {"name": "federated-dropout"},
     "topk": {"name": "topk", "share": 0.1},
     "stc": {"name": "stc", "share": 0.05, "download_share": 0.05},
+    "fedprox": {"name": "fedprox", "mu": 0.1},
+    "scaffold": {"name": "scaffold"},
+    "scaffold half": {"name": "scaffold", "participation": 0.5},
 }
 """On every model; a method that does not fit one is pinned by its refusal."""
 

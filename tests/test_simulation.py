@@ -23,7 +23,9 @@ from feddd.simulation.samples import Layout, SampleArrays, fill, memory_file
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
 from feddd.simulation.training import Samples, Training, gather_images
 from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, mapped
+from feddd.strategies.fedprox import FedProx
 from feddd.strategies.protocol import Task
+from feddd.strategies.scaffold import SCAFFOLD
 from feddd.wire.exchange import Known
 from feddd.wire.format import coverage_size
 from feddd.world import datasets, models
@@ -32,8 +34,8 @@ from worlds import experiment
 
 pytestmark = pytest.mark.usefixtures("torchs_generator_stays_where_it_is")
 
-ALL = (FedDD(broadcast_every=3), FedAvg(), FedCS(), Oort())
-"""The paper's; the others are in test_submodel_methods.py and test_sparse.py."""
+ALL = (FedDD(broadcast_every=3), FedAvg(), FedCS(), Oort(), FedProx(mu=0.1), SCAFFOLD(), SCAFFOLD(0.5))
+"""The paper's, and those that change local training; the others are in test_submodel_methods.py and test_sparse.py."""
 
 
 def records(world, strategy, rounds=4, **options):

@@ -19,13 +19,16 @@ from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
 from feddd.strategies.federated_dropout import FederatedDropout
+from feddd.strategies.fedprox import FedProx, Proximal
 from feddd.strategies.fedrolex import FedRolex
 from feddd.strategies.fjord import FjORD
 from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Strategy
+from feddd.strategies.scaffold import SCAFFOLD, ControlVariates
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
+from feddd.strategies.with_rules import Momentum, WeightDecay, WithRules
 from feddd.world.models import MODELS, import_object, known
 
 COMPARED: Mapping[str, Any] = {"feddd": FedDD, "fedavg": FedAvg, "fedcs": FedCS, "oort": Oort}
@@ -38,8 +41,17 @@ BUILT_IN: Mapping[str, Any] = {
     "federated-dropout": FederatedDropout,
     "topk": TopK,
     "stc": STC,
+    "fedprox": FedProx,
+    "scaffold": SCAFFOLD,
 }
 """Every method by name."""
+RULES: Mapping[str, Any] = {
+    "proximal": Proximal,
+    "momentum": Momentum,
+    "weight-decay": WeightDecay,
+    "control-variates": ControlVariates,
+}
+"""Every rule of local training by name: `local` takes them in any strategy."""
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
 IMPORT_PATH = "package.module:function"
@@ -190,7 +202,7 @@ class FaultsSection(_Section):
 
 
 class StrategySection(BaseModel):
-    """A method by name, with the method's own fields as keys."""
+    """A method by name, with the method's own fields as keys; `local`: rules that its clients train by, in order."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -207,22 +219,25 @@ class StrategySection(BaseModel):
         label = given.get("label", name)
         if not isinstance(label, str) or not _names_a_file(label):
             raise ValueError(f"label {label!r} must be 1 to 80 characters without slashes: it names files")
-        options = {key: value for key, value in given.items() if key not in ("name", "label")}
+        options = {key: value for key, value in given.items() if key not in ("name", "label", "local")}
+        local = {"local": _checked_rules(given["local"])} if "local" in given else {}
         if ":" in name:
-            return {"name": name, "label": label, **options}
+            return {"name": name, "label": label, **options, **local}
         if name not in BUILT_IN:
             raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
-        return {"name": name, "label": label, **dataclasses.asdict(construct(name, options))}
+        return {"name": name, "label": label, **dataclasses.asdict(construct(name, options)), **local}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The method's own keys."""
+        """The method's own keys, and `local` if there is any."""
         return dict(self.model_extra or {})
 
     def build(self) -> Strategy:
         """The strategy object."""
-        built: Strategy = construct(self.name, self.options)
-        return built
+        options = self.options
+        rules = tuple(_rule(given) for given in options.pop("local", ()))
+        built: Strategy = construct(self.name, options)
+        return WithRules(built, rules) if rules else built
 
 
 class Experiment(_Section):
@@ -263,7 +278,8 @@ class Experiment(_Section):
     @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        return [name for name in (self.model.name, *(section.name for section in self.strategy)) if ":" in name]
+        rules = [rule["name"] for section in self.strategy for rule in section.options.get("local", ())]
+        return [name for name in (self.model.name, *(one.name for one in self.strategy), *rules) if ":" in name]
 
     def to_toml(self) -> str:
         """The resolved experiment; reading it back gives an equal value."""
@@ -321,14 +337,16 @@ _TYPE_NAMES = (
 )
 
 
-def construct(name: str, options: Mapping[str, Any]) -> Any:
-    """The strategy object; options of the built-in ones are checked against their fields."""
-    if name not in BUILT_IN:
+def construct(
+    name: str, options: Mapping[str, Any], known: Mapping[str, Any] = BUILT_IN, what: str = "strategy"
+) -> Any:
+    """The strategy object, or what else is known by name; options are checked against the fields of known ones."""
+    if name not in known:
         try:
             return import_object(name)(**options)
         except TypeError as error:
-            raise ValueError(f"strategy {name!r} cannot be made: {error}") from error
-    method = BUILT_IN[name]
+            raise ValueError(f"{what} {name!r} cannot be made: {error}") from error
+    method = known[name]
     hints = get_type_hints(method)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(method)}
     form = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
@@ -337,6 +355,24 @@ def construct(name: str, options: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         raise ValueError(explain(error, options, form)) from error
     return method(**{key: getattr(checked, key) for key in fields})
+
+
+def _checked_rules(given: Any) -> list[dict[str, Any]]:
+    """Return rules of local training with all of their settings."""
+    if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) and "name" in one for one in given):
+        raise ValueError('local takes rules with their names: local = [{ name = "momentum", beta = 0.9 }]')
+    found = []
+    for one in given:
+        name = one["name"]
+        if ":" not in str(name) and name not in RULES:
+            raise ValueError(f"local: unknown rule {name!r}; {nearest(str(name), (*RULES, IMPORT_PATH))}")
+        found.append(dict(one) if ":" in name else {"name": name, **dataclasses.asdict(_rule(one))})
+    return found
+
+
+def _rule(given: Mapping[str, Any]) -> Any:
+    name = given["name"]
+    return construct(name, {key: value for key, value in given.items() if key != "name"}, RULES, "rule")
 
 
 def _without_none(value: Any) -> Any:

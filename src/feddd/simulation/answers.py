@@ -15,6 +15,7 @@ from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import with_one
 from feddd.wire.exchange import Arrived, At, Chain, Update, decode, write
 from feddd.wire.format import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask
+from feddd.wire.local import vector_bytes
 from feddd.wire.stages import Given
 
 ABSENT = ("lost", GONE, "late")
@@ -70,7 +71,7 @@ def receive_answers(
             known[place] = Upload(
                 upload.client,
                 f"refused: {error}",
-                upload_bytes=len(found.data),
+                upload_bytes=len(found.data) + vector_bytes(task.local, at.table),
                 download_bytes=upload.download_bytes,
             )
             continue
@@ -86,7 +87,8 @@ def answer(task: FaultyTask, place: int, upload: Upload, update: Update, at: At)
     table, number, told, line = at.table, at.round, upload, task.up
     if task.fault == "replayed" and number > 1:
         # Of the old payload only the size matters: the round that it belongs to gives it away.
-        return Answer(number - 1, told, bytes(upload_bytes(task, task.fault, number, table)))
+        size = upload_bytes(task, task.fault, number, table) - vector_bytes(task.local, table)
+        return Answer(number - 1, told, bytes(size))
     if task.fault == "lying":
         factor = task.lie_factor
         samples, loss = max(1, round(factor * told.samples)), factor * told.train_loss
@@ -106,7 +108,7 @@ def upload_bytes(task: Task, fault: str, number: int, table: Units) -> int:
         line = Chain((last, *(stage for stage in line.stages if not stage.chooses)))
     size = line.planned_bytes(table)
     assert size is not None
-    return size
+    return size + vector_bytes(task.local, table)
 
 
 def damage(data: bytes, fault: str, table: Units, rng: np.random.Generator) -> bytes:
@@ -132,4 +134,5 @@ def read_answer(found: Answer, task: Task, at: At) -> tuple[Upload, Update]:
     check_version(str(found.round), str(at.round))
     check_told(told.samples, told.train_loss, told.oort_statistic, told.label_coverage, Limits())
     update = read_upload(found.data, task, at.table, Limits())
-    return replace(told, mask=update.chosen.packed(at.table)[0], upload_bytes=len(found.data)), update
+    size = len(found.data) + vector_bytes(task.local, at.table)
+    return replace(told, mask=update.chosen.packed(at.table)[0], upload_bytes=size), update

@@ -8,7 +8,7 @@ workers, and a worker sends a few models, not one for every block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from feddd.core.aggregation import Sums, add_sums
@@ -20,10 +20,14 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True)
 class Partial:
-    """Partial sums of some blocks: of what was sent, and of everything (for the mask error; None if all was sent)."""
+    """Partial sums of some blocks: of what was sent, and of everything (for the mask error; None if all was sent).
+
+    vectors: of what clients sent beside their models, by name
+    """
 
     sent: Sums
     full: Sums | None
+    vectors: Mapping[str, Sums] = field(default_factory=dict)
 
 
 def reduce_tree(nodes: Mapping[Node, T], leaves: int, merge: Callable[[T, T], T]) -> dict[Node, T]:
@@ -48,4 +52,7 @@ def merge_partials(left: Partial, right: Partial) -> Partial:
         # A block in which nobody dropped anything has sent all it has.
         everything = left.full or replace(left.sent, numerator=left.sent.numerator.copy())
         full = add_sums(everything, right.full or right.sent)
-    return Partial(add_sums(left.sent, right.sent), full)
+    vectors = {**left.vectors, **right.vectors}
+    for name in left.vectors.keys() & right.vectors.keys():
+        vectors[name] = add_sums(left.vectors[name], right.vectors[name])
+    return Partial(add_sums(left.sent, right.sent), full, vectors)

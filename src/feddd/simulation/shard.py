@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from feddd.core.aggregation import Aggregator
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
-from feddd.core.units import Units, units
+from feddd.core.units import Params, Units, units
 from feddd.simulation.answers import ABSENT, fault_of, receive_answers
 from feddd.simulation.client_state import ClientStates, StateArrays
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
@@ -34,6 +34,14 @@ from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
 from feddd.wire.exchange import Arrived, At, ClientState, Known, decode, encode, through_bytes
+from feddd.wire.local import (
+    LocalRound,
+    Vectors,
+    finish_rules,
+    start_rules,
+    vector_bytes,
+    vector_through_bytes,
+)
 from feddd.world import models
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -44,6 +52,7 @@ class Download:
     """What the server sends in a round, as arrays that travel between processes; see `wire.exchange.Known`.
 
     server, reference, replaced: None where values travel as they are    sizes: in bytes, by client
+    vectors: what rules of local training send beside the model, see `wire.local`
     """
 
     sent: Arrays
@@ -51,6 +60,7 @@ class Download:
     server: Arrays | None = None
     reference: Arrays | None = None
     replaced: Arrays | None = None
+    vectors: Mapping[str, Arrays] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,35 @@ class _Width:
     trainer: Trainer
 
 
+@dataclass(frozen=True)
+class _Round:
+    """What a shard is told of a round.
+
+    model: as clients decode it    known, sizes: the downloads, by width of model, and their sizes, by client
+    vectors: what rules of local training send beside it
+    """
+
+    number: int
+    model: Params
+    known: Mapping[int, Known]
+    vectors: Vectors
+    sizes: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a block adds up: what was sent, everything (None if that is the same), and vectors beside the models."""
+
+    sent: Aggregator
+    full: Aggregator | None
+    vectors: Mapping[str, Aggregator]
+
+    def partial(self) -> Partial:
+        """Return the sums, to be merged with those of other blocks."""
+        vectors = {name: own.sums() for name, own in self.vectors.items()}
+        return Partial(self.sent.sums(), self.full.sums() if self.full else None, vectors)
+
+
 class Shard:
     """Owns its clients for the length of a run."""
 
@@ -141,14 +180,15 @@ class Shard:
     def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
         """Run one round for the tasks of this shard's clients."""
         with single_thread():
-            global_model = _from_arrays(download.sent)
             known = {width: self._known(width, download) for width in self._widths}
+            vectors = {name: self._own_model(0, _from_arrays(own)) for name, own in download.vectors.items()}
+            order = _Round(number, _from_arrays(download.sent), known, vectors, download.sizes)
             by_client = {task.client: task for task in tasks}
             uploads: list[Upload] = []
             partials: dict[Node, Partial] = {}
             for block, clients in self.spec.blocks.items():
                 mine = [by_client[client] for client in clients if client in by_client]
-                own, partials[0, block] = self._train_block(number, mine, global_model, known, download.sizes)
+                own, partials[0, block] = self._train_block(order, mine)
                 uploads += own
                 # Merging as soon as a subtree is whole keeps a handful of sums alive, not one per block.
                 partials = reduce_tree(partials, self.spec.block_count, merge_partials)
@@ -181,25 +221,22 @@ class Shard:
         own = slice_model(global_model, self._widths[0].units, table) if width else global_model
         return {slot.name: own[slot.name].to(self.spec.training.device) for slot in table.slots}
 
-    def _train_block(
-        self,
-        number: int,
-        tasks: Sequence[Task],
-        global_model: Mapping[str, Tensor],
-        known: Mapping[int, Known],
-        sizes: Mapping[int, int],
-    ) -> tuple[list[Upload], Partial]:
-        sent = Aggregator(global_model, units=self._widths[0].units)
+    def _train_block(self, order: _Round, tasks: Sequence[Task]) -> tuple[list[Upload], Partial]:
         drops = any(task.dropout > 0.0 and not task.up.splits_units for task in tasks)
-        full = Aggregator(global_model, units=self._widths[0].units) if drops else None
+        table, names = self._widths[0].units, sorted({name for task in tasks for name in task.vectors})
+        sums = _Sums(
+            Aggregator(order.model, units=table),
+            Aggregator(order.model, units=table) if drops else None,
+            {name: Aggregator(order.model, units=table) for name in names},
+        )
         uploads: list[Upload] = []
         # Clients with one width of model and one kind of task go through a round together.
-        for (width_number, _), alike in groupby(sorted(tasks, key=self._order), key=self._kind):
-            width, together = self._widths[width_number], list(alike)
-            stacks = -(-len(together) // width.trainer.clients)
+        for (width, _), alike in groupby(sorted(tasks, key=self._order), key=self._kind):
+            together = list(alike)
+            stacks = -(-len(together) // self._widths[width].trainer.clients)
             for start, end in pairwise(np.linspace(0, len(together), stacks + 1).round().astype(int).tolist()):
-                uploads += self._train_stack(number, together[start:end], width, known[width_number], sizes, sent, full)
-        return uploads, Partial(sent.sums(), full.sums() if full else None)
+                uploads += self._train_stack(order, together[start:end], width, sums)
+        return uploads, sums.partial()
 
     def _kind(self, task: Task) -> tuple[int, Any]:
         return self.spec.widths[task.client], task.kind
@@ -208,18 +245,10 @@ class Shard:
         width, kind = self._kind(task)
         return width, str(kind)
 
-    def _train_stack(
-        self,
-        number: int,
-        tasks: Sequence[Task],
-        width: _Width,
-        known: Known,
-        sizes: Mapping[int, int],
-        sent: Aggregator,
-        full: Aggregator | None,
-    ) -> list[Upload]:
+    def _train_stack(self, order: _Round, tasks: Sequence[Task], width_number: int, sums: _Sums) -> list[Upload]:
         """Run the client half of a round for some alike clients; what they send, and all they have, is summed up."""
-        watch, table = Watch(self._seconds), width.units
+        width, known, sizes = self._widths[width_number], order.known[width_number], order.sizes
+        watch, table, number = Watch(self._seconds), width.units, order.number
         tasks = [task for task in tasks if fault_of(task) not in ABSENT]
         if not tasks:
             return []
@@ -227,18 +256,20 @@ class Shard:
         before = self._download(tasks, states, known, table)
         watch.lap("download")
         clients = [self._local(number, task) for task in tasks]
-        trained = width.trainer.train(before, self._train_samples, clients, self.spec.training)
+        local = self._local_round(tasks, states, before, order.vectors, table)
+        rules = start_rules([task.local for task in tasks], local)
+        trained = width.trainer.train(before, self._train_samples, clients, self.spec.training, rules)
         fine = trained.finite()
         watch.lap("training")
         uploads = [
             self._diverged(tasks[place].client, sizes[tasks[place].client]) for place in np.flatnonzero(~fine).tolist()
         ]
         if uploads:
-            before, trained = some(before, fine), trained.only(fine)
+            local, trained = local.only(fine), trained.only(fine)
             tasks = [task for task, ok in zip(tasks, fine, strict=True) if ok]
-            states = [state for state, ok in zip(states, fine, strict=True) if ok]
             if not tasks:
                 return uploads
+        states, vectors = finish_rules([task.local for task in tasks], local, trained.after)
         at = At(
             table,
             [task.client for task in tasks],
@@ -246,7 +277,7 @@ class Shard:
             self.spec.seed,
             known,
             [task.down.mask for task in tasks],
-            before,
+            local.before,
             trained.after,
             width.coverage,
             wire=self.spec.wire or any(fault_of(task) for task in tasks),
@@ -255,6 +286,7 @@ class Shard:
         update, states = encode(chains, states, at)
         if self.spec.wire:
             update = through_bytes(chains, update, table)
+            vectors = {name: vector_through_bytes(own, table) for name, own in vectors.items()}
         arrived = decode(chains[0], update, at)
         for task, state in zip(tasks, states, strict=True):
             self._states.put(task.client, state)
@@ -265,13 +297,24 @@ class Shard:
             answered, arrived = receive_answers(tasks, answered, update, arrived, at)
             fine = np.array([upload.status == "ok" for upload in answered])
             after, arrived = some(after, fine), arrived.only(fine)
+            vectors = {name: some(own, fine) for name, own in vectors.items()}
         weights = torch.tensor([float(u.samples) for u in answered if u.status == "ok"], dtype=torch.float64)
         if len(weights):
-            arrived.chosen.add(sent, arrived.values, weights, table)
-            if full is not None and not tasks[0].up.splits_units:
-                full.add_stack(after, None, weights, table)
+            arrived.chosen.add(sums.sent, arrived.values, weights, table)
+            if sums.full is not None and not tasks[0].up.splits_units:
+                sums.full.add_stack(after, None, weights, table)
+            for name, own in vectors.items():
+                sums.vectors[name].add_stack(own, None, torch.ones_like(weights), table)
         watch.lap("sums")
         return uploads + answered
+
+    def _local_round(
+        self, tasks: Sequence[Task], states: Sequence[ClientState], before: Params, vectors: Vectors, table: Units
+    ) -> LocalRound:
+        """Return what rules of local training may look at."""
+        training = self.spec.training
+        steps = [training.epochs * -(-self._count(task.client) // training.batch_size) for task in tasks]
+        return LocalRound(table, before, states, vectors, torch.tensor(steps), training.learning_rate)
 
     def _local(self, number: int, task: Task) -> Local:
         first, end = self.spec.samples[task.client]
@@ -291,7 +334,7 @@ class Shard:
                 oort_statistic=float(trained.oort_statistic[place]),
                 samples=self._count(task.client),
                 label_coverage=self.spec.label_coverage[task.client],
-                upload_bytes=int(arrived.sizes[place]),
+                upload_bytes=int(arrived.sizes[place]) + vector_bytes(task.local, table),
                 download_bytes=sizes[task.client],
             )
             for place, task in enumerate(tasks)

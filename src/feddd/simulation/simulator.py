@@ -26,7 +26,7 @@ from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
 from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
-from feddd.simulation.shard import Download, ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
 from feddd.simulation.stacked import is_chain
 from feddd.simulation.trainers import convolves
@@ -36,6 +36,7 @@ from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
 from feddd.wire.down import Sending, download_sizes, prepare, reference_after
 from feddd.wire.format import coverage_size, pack_mask
+from feddd.wire.local import absorb_vectors, vector_bytes
 from feddd.world import models
 from feddd.world.datasets import Dataset
 from feddd.world.fleets import Devices
@@ -170,7 +171,8 @@ class Simulation:
             )
             sizes = self._download_sizes(plan, sent)
             forecast = foresee(self.world.faults, self.world.seed, plan, self.fleet, self._client_tables, sizes)
-            result = self._engine.train(number, forecast.tasks, self._download(plan, sent, sizes))
+            download = dataclasses.replace(self._download(plan, sent, sizes), vectors=self._vectors(state, plan))
+            result = self._engine.train(number, forecast.tasks, download)
             uploads = forecast.uploads(result.uploads)
             watch.lap("train")
             if all(upload.status == "diverged" for upload in uploads):
@@ -184,6 +186,7 @@ class Simulation:
             known = math.nan if error is None else error
             trained = [upload.client for upload in uploads if upload.status in ("ok", "diverged")]
             state = dataclasses.replace(state, reference=reference_after(sent, trained), mask_error=known)
+            state = self._absorb_vectors(state, plan, result)
             watch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
@@ -204,6 +207,9 @@ class Simulation:
             raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):
             raise InputError(f"model {self.world.model!r} has no sub-models: it is not a chain of layers with ReLU")
+        beside = next((name for task in plan.tasks for name in task.vectors), None)
+        if beside is not None and len(self._tables) > 1:
+            raise InputError(f"{beside!r} travels beside models of one size only; {self.world.model!r} has several")
 
     def snapshot(self, record: RoundRecord, holding: Sequence[int]) -> Snapshot:
         """Return all that it takes to go on after the latest record; holding: whose own state goes along."""
@@ -230,7 +236,7 @@ class Simulation:
         tables = [self._client_tables[client] for client in clients]
         sizes = download_sizes(sent, [task.down for task in plan.tasks], clients, tables)
         return {
-            task.client: size + (coverage_size(table) if task.coverage else 0)
+            task.client: size + (coverage_size(table) if task.coverage else 0) + vector_bytes(task.local, table)
             for task, size, table in zip(plan.tasks, sizes, tables, strict=True)
         }
 
@@ -241,6 +247,28 @@ class Simulation:
         replaced = to_arrays(sent.before.model) if lasting and sent.before else None
         own, reference = to_arrays(sent.server), to_arrays(sent.reference.model)
         return Download(to_arrays(sent.sent), sizes, own, reference, replaced)
+
+    def _vectors(self, state: ServerState, plan: Plan) -> dict[str, Arrays]:
+        """Return what travels beside the model: what the server has, zero at first."""
+        names = sorted({name for task in plan.tasks for name in task.vectors})
+        return {name: to_arrays(state.vectors.get(name, self._nothing())) for name in names}
+
+    def _absorb_vectors(self, state: ServerState, plan: Plan, result: ShardResult) -> ServerState:
+        """Return the state with what the server makes of the vectors that clients sent beside their models."""
+        (total,) = result.partials.values()
+        means, share = {}, 0.0
+        for name, sums in total.vectors.items():
+            own = Aggregator(self._nothing(), units=self.units)
+            own.merge(sums)
+            means[name], share = own.result(), sums.total_weight / len(self.fleet)
+        if not means:
+            return state
+        rules = next(task.local for task in plan.tasks if task.vectors)
+        nothing = {name: self._nothing() for name in means}
+        return dataclasses.replace(state, vectors=absorb_vectors(rules, nothing | dict(state.vectors), means, share))
+
+    def _nothing(self) -> dict[str, Tensor]:
+        return {slot.name: torch.zeros(slot.shape) for slot in self.units.slots}
 
     def _aggregate(self, state: ServerState, plan: Plan, result: ShardResult) -> tuple[dict[str, Tensor], float | None]:
         """The new global model, and how far the masks moved it from the full average; None if it is not known."""

@@ -3,12 +3,12 @@
 Small layers leave a core idle between operations; ten clients in one operation do not. A client with fewer batches
 steps out when it is done, and a short last batch counts only its own samples, so that everybody gets the gradients
 of training alone. Forward and backward pass are written out: every layer knows its own gradient, which goes straight
-into the weights.
+into the weights, or where rules change it (see `wire.local`) into a stack of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from feddd.core.units import Params
-from feddd.simulation.training import Local, Samples, Trained, Training, batches, gather_images
+from feddd.simulation.training import Local, Samples, Train, Trained, Training, batches, gather_images
+from feddd.wire.local import Stepping, change_gradients
 
 Pair = tuple[int, int]
 
@@ -41,10 +42,11 @@ class Layer(Protocol):
 
 @dataclass
 class _Linear:
-    """weight: [S, outputs, inputs]    bias: [S, outputs]"""
+    """weight: [S, outputs, inputs]    bias: [S, outputs]    into: where the steps go, weight and bias"""
 
     weight: Tensor
     bias: Tensor
+    into: tuple[Tensor, Tensor]
     inputs: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,17 +59,22 @@ class _Linear:
 
     def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
         below = gradient if first else torch.bmm(gradient, self.weight)
-        self.weight.baddbmm_(gradient.transpose(1, 2), self.inputs, alpha=-step)
-        self.bias.add_(gradient.sum(1), alpha=-step)
+        weight, bias = self.into
+        weight.baddbmm_(gradient.transpose(1, 2), self.inputs, alpha=-step)
+        bias.add_(gradient.sum(1), alpha=-step)
         return below
 
 
 @dataclass
 class _Conv:
-    """weight: [S · outputs, inputs, height, width], a pixel's channels together    bias: [S · outputs]"""
+    """weight: [S · outputs, inputs, height, width], a pixel's channels together    bias: [S · outputs]
+
+    into: where the steps go, weight and bias
+    """
 
     weight: Tensor
     bias: Tensor
+    into: tuple[Tensor, Tensor]
     clients: int
     stride: Pair
     padding: Pair
@@ -91,8 +98,8 @@ class _Conv:
         # Two calls: asking for both at once was slower than asking twice.
         below = gradient if first else derivative(inputs=True, parameters=False)[0]
         _, weight, bias = derivative(inputs=False, parameters=True)
-        self.weight.add_(weight, alpha=-step)
-        self.bias.add_(bias, alpha=-step)
+        self.into[0].add_(weight, alpha=-step)
+        self.into[1].add_(bias, alpha=-step)
         return below
 
 
@@ -179,18 +186,19 @@ class Chain:
             if isinstance(module, nn.Linear | nn.Conv2d)
         ]
 
-    def layers(self, stack: Params, clients: int, widths: Tensor | None = None) -> list[Layer]:
-        """The layers of the first clients of a stack, working on its memory; widths: of all clients, to scale by."""
+    def layers(self, stack: Params, clients: int, widths: Tensor | None, into: Params) -> list[Layer]:
+        """The layers of the first clients of a stack, working on its memory.
+
+        widths: of all clients, to scale by    into: where the steps go, the stack itself or one like it
+        """
         made: list[Layer] = []
         last = self.modules[-1][0]
         for name, module in self.modules:
             if isinstance(module, nn.Linear):
-                made.append(_Linear(stack[f"{name}.weight"][:clients], stack[f"{name}.bias"][:clients]))
+                made.append(_Linear(*_tensors(name, stack, clients), _tensors(name, into, clients)))
             elif isinstance(module, nn.Conv2d):
-                # In the stack's memory the channels of a pixel lie together; see `_load`.
-                weight = stack[f"{name}.weight"][:clients].permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2)
-                bias = stack[f"{name}.bias"][:clients].flatten()
-                made.append(_Conv(weight, bias, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
+                own, steps = _grouped(*_tensors(name, stack, clients)), _grouped(*_tensors(name, into, clients))
+                made.append(_Conv(*own, steps, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
             elif isinstance(module, nn.MaxPool2d):
                 made.append(_Pool(_pair(module.kernel_size), _pair(module.stride)))
             else:
@@ -202,6 +210,16 @@ class Chain:
                 else:
                     made.append(_Scale(factor.repeat_interleave(module.out_channels).view(1, -1, 1, 1)))
         return made
+
+
+def _tensors(name: str, stack: Params, clients: int) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of a layer, of the first clients."""
+    return stack[f"{name}.weight"][:clients], stack[f"{name}.bias"][:clients]
+
+
+def _grouped(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a stack of convolutions as one; in its memory the channels of a pixel lie together, see `_load`."""
+    return weight.permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2), bias.flatten()
 
 
 class Unfit(ValueError):
@@ -294,11 +312,17 @@ def _pair(value: int | Pair) -> Pair:
     return (value, value) if isinstance(value, int) else value
 
 
-def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local], Training], Trained]:
+def stack_trainer(network: Chain) -> Train:
     """The same as training each client alone, up to rounding."""
 
     @torch.no_grad()
-    def train(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
+    def train(
+        before: Params,
+        samples: Samples,
+        clients: Sequence[Local],
+        training: Training,
+        rules: Sequence[Stepping] = (),
+    ) -> Trained:
         device = samples.labels.device
         # Longest first: those still at work are always the first of the stack.
         order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
@@ -309,6 +333,8 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
         weight = counted / torch.from_numpy(np.maximum(sizes, 1).astype(np.float32)).to(device).unsqueeze(2)
         losses = torch.zeros(labels.shape, device=device)
         stack = {name: _load(before[name], order) for name in network.names}
+        rules = [Stepping(one.rule, {name: _load(own, order) for name, own in one.memory.items()}) for one in rules]
+        into = {name: torch.zeros_like(values) for name, values in stack.items()} if rules else stack
         layers: list[Layer] = []
         still, widths = 0, None
         if any(client.width != 1.0 for client in clients):
@@ -317,14 +343,17 @@ def stack_trainer(network: Chain) -> Callable[[Params, Samples, Sequence[Local],
         cut = (index.unbind(), labels.unbind(), weight.unsqueeze(3).unbind(), losses.unbind())
         for step, (active, longest) in enumerate(zip((sizes > 0).sum(1).tolist(), sizes.max(1).tolist(), strict=True)):
             if active != still:
-                layers, still = network.layers(stack, active, widths), active
+                layers, still = network.layers(stack, active, widths, into), active
+                rules = [one.only(slice(active)) for one in rules]
             chosen, target, shares, each = (whole[step] for whole in cut)
             if (active, longest) != chosen.shape:
                 chosen, target, shares, each = (part[:active, :longest] for part in (chosen, target, shares, each))
             images = gather_images(samples, chosen.flatten())
             by_client = images.view(active, longest, *images.shape[1:])
             inputs = by_client.flatten(2) if network.dense else _side_by_side(by_client)
-            each.copy_(_update(layers, inputs, target, shares, training.learning_rate))
+            each.copy_(_update(layers, inputs, target, shares, -1.0 if rules else training.learning_rate))
+            if rules:
+                rules = _follow(rules, stack, into, active, training.learning_rate)
         back = np.argsort(order).tolist()
         after = {name: _unload(values, back) for name, values in stack.items()}
         seen_losses = (losses.squeeze(3).double() * counted).transpose(0, 1)[back].flatten(1)
@@ -347,6 +376,18 @@ def _update(layers: Sequence[Layer], inputs: Tensor, target: Tensor, weight: Ten
     for number in range(len(layers) - 1, lowest - 1, -1):
         gradient = layers[number].backward(gradient, step, first=number == lowest)
     return losses
+
+
+def _follow(
+    rules: Sequence[Stepping], stack: Params, sums: Params, active: int, learning_rate: float
+) -> Sequence[Stepping]:
+    """Step where the rules lead to from the gradients of the first clients, and put those back to zero."""
+    gradients, params = ({name: own[:active] for name, own in whole.items()} for whole in (sums, stack))
+    changed, rules = change_gradients(rules, gradients, params)
+    for name, values in params.items():
+        values.add_(changed[name], alpha=-learning_rate)
+        gradients[name].zero_()
+    return rules
 
 
 def _load(stack: Tensor, order: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from feddd.core.units import Params, Units
 from feddd.simulation.stacked import Unfit, chain, stack_trainer
-from feddd.simulation.training import Local, Samples, Trained, Training, own_modes, train
-
-Train = Callable[[Params, Samples, Sequence[Local], Training], Trained]
+from feddd.simulation.training import Local, Samples, Train, Trained, Training, own_modes, train
+from feddd.wire.local import Stepping
 
 STACK = 12
 """Clients in one stack, at most: more did not pay, and every one costs memory for its parameters and activations."""
@@ -80,7 +79,13 @@ def _one_by_one(model: nn.Module, table: Units) -> Train:
     # Counters and the like are no part of what clients exchange: everybody starts from the same.
     initial = {name: tensor.clone() for name, tensor in tensors.items() if name not in carried}
 
-    def run(before: Params, samples: Samples, clients: Sequence[Local], training: Training) -> Trained:
+    def run(
+        before: Params,
+        samples: Samples,
+        clients: Sequence[Local],
+        training: Training,
+        rules: Sequence[Stepping] = (),
+    ) -> Trained:
         after = {slot.name: torch.empty_like(before[slot.name]) for slot in table.slots}
         losses: list[Tensor] = []
         for place, client in enumerate(clients):
@@ -88,7 +93,8 @@ def _one_by_one(model: nn.Module, table: Units) -> Train:
                 tensors[name].copy_(tensor)
             for slot in table.slots:
                 tensors[slot.name].copy_(before[slot.name][place])
-            losses.append(train(model, samples, client, training, modes).double())
+            own = [one.only(slice(place, place + 1)) for one in rules]
+            losses.append(train(model, samples, client, training, modes, own).double())
             for slot in table.slots:
                 after[slot.name][place].copy_(tensors[slot.name])
         mean = torch.stack([each.mean() for each in losses])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from feddd.core.units import Params
 from feddd.wire.chosen import some
-from feddd.wire.local import Rule, Scaler
+from feddd.wire.local import Rule, Scaler, Stepping, change_gradients
 
 Floats = NDArray[np.float64]
 
@@ -90,6 +91,21 @@ class Trained:
         return fine
 
 
+class Train(Protocol):
+    """Train some clients from W to Ŵ, both stacks of the tensors of the layer table."""
+
+    def __call__(
+        self,
+        before: Params,
+        samples: Samples,
+        clients: Sequence[Local],
+        training: Training,
+        rules: Sequence[Stepping] = (),
+    ) -> Trained:
+        """Return the trained clients; rules: that change their steps, at work on the same stack."""
+        ...
+
+
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
     """Index arrays of a client's round: every epoch a new order, the last batch as short as it comes."""
     for _ in range(training.epochs):
@@ -111,14 +127,16 @@ def train(
     client: Local,
     training: Training,
     modes: Sequence[tuple[nn.Module, bool]] | None = None,
+    rules: Sequence[Stepping] = (),
 ) -> Tensor:
     """Run the configured epochs on one client's data, changing the model; returns the loss of every sample seen.
 
-    modes: of a model that was evaluated in the meantime, see `own_modes`
+    modes: of a model that was evaluated in the meantime, see `own_modes`    rules: that change the steps of this client
     """
     for module, mode in own_modes(model) if modes is None else modes:
         module.training = mode
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = list(named.values())
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
     with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
@@ -127,13 +145,25 @@ def train(
             chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
             labels = samples.labels.index_select(0, chosen)
             losses = functional.cross_entropy(model(gather_images(samples, chosen)), labels, reduction="none")
-            gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
+                if rules:
+                    gradients, rules = _changed(named, gradients, rules)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
                         parameter.add_(gradient, alpha=-training.learning_rate)
             sample_losses.append(losses.detach())
     return torch.cat(sample_losses)
+
+
+def _changed(
+    named: Mapping[str, Tensor], gradients: Sequence[Tensor | None], rules: Sequence[Stepping]
+) -> tuple[tuple[Tensor | None, ...], Sequence[Stepping]]:
+    """Send one client's gradients through its rules, as a stack of one; None where nothing is learnt."""
+    pairs = zip(named, gradients, strict=True)
+    stack = {name: gradient[None] for name, gradient in pairs if gradient is not None}
+    found, rules = change_gradients(rules, stack, {name: named[name][None] for name in stack})
+    return tuple(found[name][0] if name in found else None for name in named), rules
 
 
 @contextmanager

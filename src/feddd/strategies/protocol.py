@@ -21,7 +21,7 @@ from feddd.core.units import Units
 from feddd.wire.down import Down, Moves, Reference, Values
 from feddd.wire.exchange import EVERYTHING, Chain, Stage, chain
 from feddd.wire.format import VALUE_BYTES, droppable_bytes, fixed_bytes
-from feddd.wire.local import Rule
+from feddd.wire.local import Rule, Vectors
 from feddd.wire.quantise import BITS, FLOAT_BITS
 from feddd.wire.stages import Bits, Difference
 from feddd.wire.stages import Feedback as ErrorFeedback
@@ -131,6 +131,11 @@ class Task:
         return self.up.kind, self.down.kind, tuple(rule.kind for rule in self.local)
 
     @property
+    def vectors(self) -> tuple[str, ...]:
+        """Return the names of what travels beside the model, both ways."""
+        return tuple(name for rule in self.local for name in rule.vectors)
+
+    @property
     def starts_afresh(self) -> bool:
         """Return whether what the client kept from earlier rounds no longer matters."""
         return self.down.mask is None and not self.up.lasting and not any(rule.lasting for rule in self.local)
@@ -182,7 +187,8 @@ class ServerState:
     memory: what one method needs besides; numbers, strings, arrays, tensors, and lists and dicts of them can be saved
     client_memory: the same for each client, arrays [clients] by name; they follow the clients that are there
     reference: what differences are taken to, None where values travel as they are    mask_error: of the last round,
-    NaN if nobody can measure it; whoever drives the rounds keeps these two
+    NaN if nobody can measure it    vectors: what travels beside the model, none before the first round that has it;
+    whoever drives the rounds keeps these three
     """
 
     round: int
@@ -198,6 +204,7 @@ class ServerState:
     client_memory: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     reference: Reference | None = None
     mask_error: float = math.nan
+    vectors: Vectors = field(default_factory=dict)
 
 
 def check_plan(plan: Plan, clients: int) -> None:
@@ -219,6 +226,12 @@ def _contradiction(task: Task, plan: Plan) -> str:
         return "a difference, but the server does not know all that the client begins with"
     if task.up.sub_model != task.down.sub_model:
         return "another sub-model than the one that it is sent"
+    if task.vectors and (task.up != EVERYTHING or task.down != ALL_VALUES):
+        return f"{task.vectors[0]!r} beside its model, but the model does not travel whole and in float32 both ways"
+    for place, rule in enumerate(task.local):
+        excluded = rule.excludes(task.local[:place] + task.local[place + 1 :])
+        if excluded:
+            return f"{type(rule).__name__} beside {excluded}"
     return ""
 
 

@@ -43,6 +43,7 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "client_memory": _packed_memory(dict(state.client_memory), tensors),
         "mask_error": None if math.isnan(state.mask_error) else state.mask_error,
         "reference": _packed(reference) if reference else None,
+        "vectors": _packed_memory({name: dict(own) for name, own in state.vectors.items()}, tensors),
     }
     return tensors, document
 
@@ -68,6 +69,7 @@ def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], lik
         masks=masks,
         memory=_memory_of(document["memory"], tensors),
         client_memory=client_memory,
+        vectors=_vectors(_memory_of(document.get("vectors", {"dict": {}}), tensors), like),
         reference=_reference(document["reference"], tensors, like, len(masks)),
         mask_error=math.nan if document["mask_error"] is None else float(document["mask_error"]),
         **arrays,
@@ -95,6 +97,15 @@ def _reference(
     sizes = document.get("sizes", [])
     expect(all(type(size) is int and size > 0 for size in sizes) and len(sizes) in (0, number), "reference")
     return Reference(_model("reference.", tensors, like), number, held.astype(np.int64), tuple(sizes))
+
+
+def _vectors(found: Any, like: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the vectors beside a model, if they are tensors of its names and shapes."""
+    expect(isinstance(found, dict) and all(isinstance(own, dict) for own in found.values()), "vectors")
+    for own in found.values():
+        fits = all(isinstance(x, Tensor) and name in like and x.shape == like[name].shape for name, x in own.items())
+        expect(fits, "vectors")
+    return found  # type: ignore[no-any-return]
 
 
 def _model(prefix: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
