@@ -24,6 +24,7 @@ from feddd.strategies.fjord import FjORD
 from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Strategy
+from feddd.strategies.server_optimizers import FedAdam, FedAvgM, WithServerOptimizer
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
 from feddd.world.models import MODELS, import_object, known
@@ -40,6 +41,8 @@ BUILT_IN: Mapping[str, Any] = {
     "stc": STC,
 }
 """Every method by name."""
+SERVER_OPTIMIZERS: Mapping[str, Any] = {"fedavgm": FedAvgM, "fedadam": FedAdam}
+"""What any of them can take as `server`."""
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
 IMPORT_PATH = "package.module:function"
@@ -190,7 +193,10 @@ class FaultsSection(_Section):
 
 
 class StrategySection(BaseModel):
-    """A method by name, with the method's own fields as keys."""
+    """A method by name, with the method's own fields as keys.
+
+    server: a server optimiser, its name and its own fields; see `strategies.server_optimizers`
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -207,22 +213,27 @@ class StrategySection(BaseModel):
         label = given.get("label", name)
         if not isinstance(label, str) or not _names_a_file(label):
             raise ValueError(f"label {label!r} must be 1 to 80 characters without slashes: it names files")
-        options = {key: value for key, value in given.items() if key not in ("name", "label")}
+        options = {key: value for key, value in given.items() if key not in ("name", "label", "server")}
+        section: dict[str, Any] = {"name": name, "label": label}
+        if "server" in given:
+            section["server"] = _whole_server(given["server"])
         if ":" in name:
-            return {"name": name, "label": label, **options}
+            return section | options
         if name not in BUILT_IN:
             raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
-        return {"name": name, "label": label, **dataclasses.asdict(construct(name, options))}
+        return section | dataclasses.asdict(construct(name, options))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The method's own keys."""
+        """The method's own keys, and `server` if it takes a server optimiser."""
         return dict(self.model_extra or {})
 
     def build(self) -> Strategy:
         """The strategy object."""
-        built: Strategy = construct(self.name, self.options)
-        return built
+        options = self.options
+        server = options.pop("server", None)
+        built: Strategy = construct(self.name, options)
+        return WithServerOptimizer(built, construct_server(server)) if server else built
 
 
 class Experiment(_Section):
@@ -263,7 +274,10 @@ class Experiment(_Section):
     @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        return [name for name in (self.model.name, *(section.name for section in self.strategy)) if ":" in name]
+        names = [self.model.name]
+        for section in self.strategy:
+            names += [section.name, section.options.get("server", {}).get("name", "")]
+        return [name for name in names if ":" in name]
 
     def to_toml(self) -> str:
         """The resolved experiment; reading it back gives an equal value."""
@@ -323,12 +337,38 @@ _TYPE_NAMES = (
 
 def construct(name: str, options: Mapping[str, Any]) -> Any:
     """The strategy object; options of the built-in ones are checked against their fields."""
-    if name not in BUILT_IN:
+    return _construct("strategy", BUILT_IN, name, options)
+
+
+def construct_server(given: Mapping[str, Any]) -> Any:
+    """Return the server optimiser that a strategy's `server` describes."""
+    options = {key: value for key, value in given.items() if key != "name"}
+    return _construct("server optimiser", SERVER_OPTIMIZERS, given["name"], options)
+
+
+def _whole_server(given: Any) -> dict[str, Any]:
+    """Return a strategy's `server` with all of its optimiser's settings."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise ValueError('server needs a name: server = { name = "fedavgm" }')
+    name = given["name"]
+    if ":" in name:
+        return dict(given)
+    if name not in SERVER_OPTIMIZERS:
+        raise ValueError(f"server: unknown optimiser {name!r}; {nearest(name, (*SERVER_OPTIMIZERS, IMPORT_PATH))}")
+    try:
+        return {"name": name, **dataclasses.asdict(construct_server(given))}
+    except ValueError as error:
+        raise ValueError(f"server: {error}") from error
+
+
+def _construct(kind: str, built_in: Mapping[str, Any], name: str, options: Mapping[str, Any]) -> Any:
+    """Return the object that a name and its options describe; kind: what it is, for messages."""
+    if name not in built_in:
         try:
             return import_object(name)(**options)
         except TypeError as error:
-            raise ValueError(f"strategy {name!r} cannot be made: {error}") from error
-    method = BUILT_IN[name]
+            raise ValueError(f"{kind} {name!r} cannot be made: {error}") from error
+    method = built_in[name]
     hints = get_type_hints(method)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(method)}
     form = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
