@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from feddd.errors import InputError, nearest
 from feddd.simulation.faults import Faults
+from feddd.strategies.eden import Eden
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
@@ -39,6 +40,7 @@ BUILT_IN: Mapping[str, Any] = {
     "federated-dropout": FederatedDropout,
     "topk": TopK,
     "stc": STC,
+    "eden": Eden,
 }
 """Every method by name."""
 SERVER_OPTIMIZERS: Mapping[str, Any] = {"fedavgm": FedAvgM, "fedadam": FedAdam}
