@@ -6,9 +6,11 @@ Unknown keys and wrong values are errors of one line that name the key and the n
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
@@ -223,7 +225,9 @@ class StrategySection(BaseModel):
             return section | options
         if name not in BUILT_IN:
             raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
-        return section | dataclasses.asdict(construct(name, options))
+        # What was imported stays the path that names it.
+        paths = {key: value for key, value in options.items() if key in _imported(BUILT_IN[name], options)}
+        return section | dataclasses.asdict(construct(name, options)) | paths
 
     @property
     def options(self) -> dict[str, Any]:
@@ -279,6 +283,8 @@ class Experiment(_Section):
         names = [self.model.name]
         for section in self.strategy:
             names += [section.name, section.options.get("server", {}).get("name", "")]
+            if section.name in BUILT_IN:
+                names += [section.options[key] for key in _imported(BUILT_IN[section.name], section.options)]
         return [name for name in names if ":" in name]
 
     def to_toml(self) -> str:
@@ -372,13 +378,34 @@ def _construct(kind: str, built_in: Mapping[str, Any], name: str, options: Mappi
             raise ValueError(f"{kind} {name!r} cannot be made: {error}") from error
     method = built_in[name]
     hints = get_type_hints(method)
-    fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(method)}
+    imported = _imported(method, options)
+    fields: dict[str, Any] = {
+        field.name: (_plain(hints[field.name]), field.default) for field in dataclasses.fields(method)
+    }
     form = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
     try:
-        checked = form.model_validate(dict(options))
+        checked = form.model_validate({key: value for key, value in options.items() if key not in imported})
     except ValidationError as error:
         raise ValueError(explain(error, options, form)) from error
-    return method(**{key: getattr(checked, key) for key in fields})
+    functions = {key: import_object(options[key]) for key in imported}
+    return method(**{key: getattr(checked, key) for key in fields} | functions)
+
+
+def _imported(method: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return the options that name a function by its import path, where a field may be one."""
+    hints = get_type_hints(method)
+    return [
+        key
+        for key, value in options.items()
+        if isinstance(value, str) and ":" in value and key in hints and _plain(hints[key]) != hints[key]
+    ]
+
+
+def _plain(hint: Any) -> Any:
+    """Return a field's type without the functions that it may be."""
+    kinds = get_args(hint)
+    plain = [kind for kind in kinds if get_origin(kind) is not Callable]
+    return hint if len(plain) == len(kinds) else functools.reduce(operator.or_, plain)
 
 
 def _without_none(value: Any) -> Any:
