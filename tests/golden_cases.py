@@ -96,6 +96,11 @@ ON_THE_MLP: dict[str, dict[str, Any]] = {
     "leave out": {"leave_out": 0.4, "max_absence": 2},
     "leave out 4 bits": {"leave_out": 0.4, "max_absence": 2, "value_bits": 4},
 }
+FURTHER: dict[str, dict[str, Any]] = {
+    "eden": {"name": "eden", "bits": 2},
+    "fedavgm": {"name": "fedavg", "server": {"name": "fedavgm"}},
+    "fedadam": {"name": "feddd", "broadcast_every": 3, "server": {"name": "fedadam"}},
+}
 OTHERS_IN_BITS: dict[str, dict[str, Any]] = {
     "fedavg 8 bits": {"name": "fedavg", "value_bits": 8, "participation": 0.5},
     "fedcs 4 bits": {"name": "fedcs", "value_bits": 4},
@@ -114,7 +119,7 @@ def _cases() -> dict[str, Callable[[], Columns]]:
             add(f"{world}: {method}", world, strategy)
     for method, options in ON_THE_MLP.items():
         add(f"mlp: {method}", "mlp", {"name": "feddd"} | options)
-    for method, strategy in OTHERS_IN_BITS.items():
+    for method, strategy in (OTHERS_IN_BITS | FURTHER).items():
         add(f"mlp: {method}", "mlp", strategy)
     for world in ("faults", "gone"):
         for method in ("feddd", "feddd 4 bits", "fedavg", "oort"):

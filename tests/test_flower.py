@@ -36,12 +36,12 @@ from feddd.flower.records import (
 )
 from feddd.flower.store import ClientStore
 from feddd.simulation.simulator import Simulation, World
+from feddd.testbed.apps import build_model, links_of
 from feddd.wire.carrying import HELD_NUMBER, TOLD_COVERAGE, held_reference
 from feddd.wire.documents import chain_text, down_text, read_chain, read_down, vocabulary
 from feddd.wire.down import Moves
 from feddd.wire.exchange import chain
 from feddd.wire.stages import MASK, OWN, Bits, Select
-from feddd.testbed.apps import build_model, links_of
 from flower_apps import client_app
 from flower_grid import MemoryGrid
 from worlds import experiment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,11 @@ from feddd.core.units import Layer, Mask, Params, Units, units_for
 
 Floats = NDArray[np.float64]
 Selector = Literal["importance", "magnitude", "delta", "random", "ordered"]
+Score = Callable[[Tensor, Tensor], Tensor]
+"""A score of one's own: score(before, after) -> [clients, units], the higher the sooner a unit is sent.
+
+before, after: the trained numbers of one layer, float64 [clients, units, numbers of a unit]
+"""
 
 WEIGHT_FLOOR = 1e-3
 """|W| is not taken smaller than this share of the layer's root mean square when importance divides by it."""
@@ -38,7 +43,7 @@ def select(
     after: Params,
     dropout: float,
     *,
-    selector: str = "importance",
+    selector: str | Score = "importance",
     coverage: Mapping[str, Tensor] | None = None,
     rng: np.random.Generator | None = None,
     units: Units | None = None,
@@ -46,7 +51,7 @@ def select(
 ) -> Mask:
     """The units to upload at dropout rate D: in every layer the n_up best by `selector`, ties by unit index.
 
-    before, after: the client's parameters W and Ŵ    rng: for "random"
+    before, after: the client's parameters W and Ŵ    rng: for "random"    selector: a name, or a `Score` of one's own
     coverage: CR(k) per layer, [units]; importance is divided by it (Eq. 21), the other rules do not know it
     always_send: layers that are never dropped
     """
@@ -66,9 +71,9 @@ def select(
     return {name: mask[0] for name, mask in masks.items()}
 
 
-def check_selector(selector: str) -> None:
+def check_selector(selector: str | Score) -> None:
     """Refuse a rule that there is not."""
-    if selector not in SELECTORS:
+    if not callable(selector) and selector not in SELECTORS:
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {selector!r}")
 
 
@@ -78,7 +83,7 @@ def select_stack(
     dropouts: Sequence[float],
     *,
     units: Units,
-    selector: str = "importance",
+    selector: str | Score = "importance",
     coverage: Mapping[str, Tensor] | None = None,
     rngs: Sequence[np.random.Generator] | None = None,
     always_send: Collection[str] = (),
@@ -106,6 +111,8 @@ def select_stack(
             chosen = _best(np.stack([rng.random(layer.units) for rng in rngs or ()]), counts, layer)
         elif selector == "ordered":
             chosen = np.arange(layer.units) < np.array(counts)[:, None]
+        elif callable(selector):
+            chosen = _best(_own_scores(selector, layer, before, after), counts, layer)
         else:
             share = coverage[layer.name].double().numpy() if coverage and selector == "importance" else None
             chosen = _best_by_score(selector, layer, before, after, counts, share)
@@ -124,6 +131,22 @@ def unit_scores(
         rows = _rows(layer, old), _rows(layer, new)
         floor = _floors(selector, rows[0], torch.float64)
         scores[layer.name] = torch.from_numpy(_norms(selector, *rows, floor, torch.float64)[0])
+    return scores
+
+
+def _own_scores(score: Score, layer: Layer, before: Params, after: Params) -> Floats:
+    """Return what somebody's own score says of a layer's units, [clients, units]; ValueError if it is no ranking."""
+    old, new = _rows(layer, before), _rows(layer, after)
+    if not old:  # nothing that was trained: all units are equal
+        return np.zeros((len(before[layer.slots[0].name]), layer.units))
+    found = torch.as_tensor(score(torch.cat(old, 2).double(), torch.cat(new, 2).double())).detach().cpu().double()
+    name = getattr(score, "__name__", type(score).__name__)
+    if found.shape != (len(old[0]), layer.units):
+        wanted, got = [len(old[0]), layer.units], list(found.shape)
+        raise ValueError(f"score {name!r} must give layer {layer.name!r} numbers [clients, units] {wanted}, not {got}")
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"score {name!r} gives a unit of layer {layer.name!r} a number that is not finite")
+    scores: Floats = found.numpy()
     return scores
 
 

@@ -304,7 +304,7 @@ def _units_of_module(model: nn.Module) -> Units:
                 continue
             owner[id(tensor)] = name
             if tensor.dim() == 0:
-                fixed.append(Slot(name, ()))
+                fixed.append(Slot(name, (), buffer=buffer))
             else:
                 slots.append(_slot(module, local, Slot(name, tuple(tensor.shape), buffer=buffer)))
         made = _layers(prefix, slots, suffix=_recurrent_suffix if isinstance(module, nn.RNNBase) else None)

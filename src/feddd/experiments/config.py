@@ -6,15 +6,18 @@ Unknown keys and wrong values are errors of one line that name the key and the n
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from feddd.errors import InputError, nearest
 from feddd.simulation.faults import Faults
+from feddd.strategies.eden import Eden
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
@@ -26,6 +29,7 @@ from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.oort import Oort
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.scaffold import SCAFFOLD, ControlVariates
+from feddd.strategies.server_optimizers import FedAdam, FedAvgM, WithServerOptimizer
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
 from feddd.strategies.with_rules import Momentum, WeightDecay, WithRules
@@ -43,6 +47,7 @@ BUILT_IN: Mapping[str, Any] = {
     "stc": STC,
     "fedprox": FedProx,
     "scaffold": SCAFFOLD,
+    "eden": Eden,
 }
 """Every method by name."""
 RULES: Mapping[str, Any] = {
@@ -52,6 +57,8 @@ RULES: Mapping[str, Any] = {
     "control-variates": ControlVariates,
 }
 """Every rule of local training by name: `local` takes them in any strategy."""
+SERVER_OPTIMIZERS: Mapping[str, Any] = {"fedavgm": FedAvgM, "fedadam": FedAdam}
+"""Every server optimiser by name: `server` takes one in any strategy."""
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
 IMPORT_PATH = "package.module:function"
@@ -202,7 +209,10 @@ class FaultsSection(_Section):
 
 
 class StrategySection(BaseModel):
-    """A method by name, with the method's own fields as keys; `local`: rules that its clients train by, in order."""
+    """A method by name, with the method's own fields as keys.
+
+    local: rules that its clients train by, in order    server: a server optimiser; both with names and fields of theirs
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -219,25 +229,33 @@ class StrategySection(BaseModel):
         label = given.get("label", name)
         if not isinstance(label, str) or not _names_a_file(label):
             raise ValueError(f"label {label!r} must be 1 to 80 characters without slashes: it names files")
-        options = {key: value for key, value in given.items() if key not in ("name", "label", "local")}
-        local = {"local": _checked_rules(given["local"])} if "local" in given else {}
+        options = {key: value for key, value in given.items() if key not in ("name", "label", "local", "server")}
+        section: dict[str, Any] = {"name": name, "label": label}
+        if "local" in given:
+            section["local"] = _checked_rules(given["local"])
+        if "server" in given:
+            section["server"] = _whole_server(given["server"])
         if ":" in name:
-            return {"name": name, "label": label, **options, **local}
+            return section | options
         if name not in BUILT_IN:
             raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
-        return {"name": name, "label": label, **dataclasses.asdict(construct(name, options)), **local}
+        # What was imported stays the path that names it.
+        paths = {key: value for key, value in options.items() if key in _imported(BUILT_IN[name], options)}
+        return section | dataclasses.asdict(construct(name, options)) | paths
 
     @property
     def options(self) -> dict[str, Any]:
-        """The method's own keys, and `local` if there is any."""
+        """The method's own keys, and `local` and `server` if it has them."""
         return dict(self.model_extra or {})
 
     def build(self) -> Strategy:
         """The strategy object."""
         options = self.options
         rules = tuple(_rule(given) for given in options.pop("local", ()))
+        server = options.pop("server", None)
         built: Strategy = construct(self.name, options)
-        return WithRules(built, rules) if rules else built
+        built = WithRules(built, rules) if rules else built
+        return WithServerOptimizer(built, construct_server(server)) if server else built
 
 
 class Experiment(_Section):
@@ -278,8 +296,13 @@ class Experiment(_Section):
     @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        rules = [rule["name"] for section in self.strategy for rule in section.options.get("local", ())]
-        return [name for name in (self.model.name, *(one.name for one in self.strategy), *rules) if ":" in name]
+        names = [self.model.name]
+        for section in self.strategy:
+            names += [section.name, section.options.get("server", {}).get("name", "")]
+            names += [rule["name"] for rule in section.options.get("local", ())]
+            if section.name in BUILT_IN:
+                names += [section.options[key] for key in _imported(BUILT_IN[section.name], section.options)]
+        return [name for name in names if ":" in name]
 
     def to_toml(self) -> str:
         """The resolved experiment; reading it back gives an equal value."""
@@ -337,6 +360,27 @@ _TYPE_NAMES = (
 )
 
 
+def construct_server(given: Mapping[str, Any]) -> Any:
+    """Return the server optimiser that a strategy's `server` describes."""
+    options = {key: value for key, value in given.items() if key != "name"}
+    return construct(given["name"], options, SERVER_OPTIMIZERS, "server optimiser")
+
+
+def _whole_server(given: Any) -> dict[str, Any]:
+    """Return a strategy's `server` with all of its optimiser's settings."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise ValueError('server needs a name: server = { name = "fedavgm" }')
+    name = given["name"]
+    if ":" in name:
+        return dict(given)
+    if name not in SERVER_OPTIMIZERS:
+        raise ValueError(f"server: unknown optimiser {name!r}; {nearest(name, (*SERVER_OPTIMIZERS, IMPORT_PATH))}")
+    try:
+        return {"name": name, **dataclasses.asdict(construct_server(given))}
+    except ValueError as error:
+        raise ValueError(f"server: {error}") from error
+
+
 def construct(
     name: str, options: Mapping[str, Any], known: Mapping[str, Any] = BUILT_IN, what: str = "strategy"
 ) -> Any:
@@ -348,13 +392,34 @@ def construct(
             raise ValueError(f"{what} {name!r} cannot be made: {error}") from error
     method = known[name]
     hints = get_type_hints(method)
-    fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(method)}
+    imported = _imported(method, options)
+    fields: dict[str, Any] = {
+        field.name: (_plain(hints[field.name]), field.default) for field in dataclasses.fields(method)
+    }
     form = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
     try:
-        checked = form.model_validate(dict(options))
+        checked = form.model_validate({key: value for key, value in options.items() if key not in imported})
     except ValidationError as error:
         raise ValueError(explain(error, options, form)) from error
-    return method(**{key: getattr(checked, key) for key in fields})
+    functions = {key: import_object(options[key]) for key in imported}
+    return method(**{key: getattr(checked, key) for key in fields} | functions)
+
+
+def _imported(method: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return the options that name a function by its import path, where a field may be one."""
+    hints = get_type_hints(method)
+    return [
+        key
+        for key, value in options.items()
+        if isinstance(value, str) and ":" in value and key in hints and _plain(hints[key]) != hints[key]
+    ]
+
+
+def _plain(hint: Any) -> Any:
+    """Return a field's type without the functions that it may be."""
+    kinds = get_args(hint)
+    plain = [kind for kind in kinds if get_origin(kind) is not Callable]
+    return hint if len(plain) == len(kinds) else functools.reduce(operator.or_, plain)
 
 
 def _checked_rules(given: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.allocation import Allocation, allocate, check_budget
-from feddd.core.selection import SELECTORS, Selector
+from feddd.core.selection import Score, Selector, check_selector
 from feddd.strategies.adapting import (
     TARGETS,
     Target,
@@ -49,6 +49,7 @@ DOWNLOADS = ("paper", "fixed")
 class FedDD:
     """A rate rule × a selection rule × a broadcast schedule.
 
+    selector: the name of a score, or a function, see `core.selection.Score`; in a TOML "package.module:function"
     budget: A_server    max_dropout: D_max    broadcast_every: h (0: never)    always_send: layers never dropped
     penalty: δ relative to the fleet's full-model round time; 0 looks at time only
     rates: "differential" solves the linear programme, "uniform" gives everybody 1 − A
@@ -71,7 +72,7 @@ class FedDD:
     max_dropout: float = 0.8
     penalty: float = 0.1
     broadcast_every: int = 5
-    selector: Selector = "importance"
+    selector: Selector | Score = "importance"
     always_send: tuple[str, ...] = ()
     rates: Literal["differential", "uniform"] = "differential"
     broadcast_later: tuple[tuple[int, int], ...] = ()
@@ -104,8 +105,7 @@ class FedDD:
             raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
         if self.download not in DOWNLOADS:
             raise ValueError(f"download must be one of {', '.join(DOWNLOADS)}, not {self.download!r}")
-        if self.selector not in SELECTORS:
-            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, not {self.selector!r}")
+        check_selector(self.selector)
         if self.rates not in RATES:
             raise ValueError(f"rates must be one of {', '.join(RATES)}, not {self.rates!r}")
 

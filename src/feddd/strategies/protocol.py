@@ -39,6 +39,7 @@ class Fleet:
 
     droppable_bits: U_n, the values a mask can leave out    fixed_bits: header, mask and values always sent
     layer_bits: U_n by layer    model_bits: U, the droppable part of the global model
+    buffers: tensors of the global model that travel but are not trained, such as running statistics
     """
 
     uplink_bits_per_s: Floats
@@ -48,6 +49,7 @@ class Fleet:
     fixed_bits: Floats
     layer_bits: Mapping[str, Floats]
     model_bits: float
+    buffers: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.uplink_bits_per_s)
@@ -103,6 +105,7 @@ def make_fleet(
         fixed_bits=np.array([8.0 * fixed_bytes(table) for table in tables]),
         layer_bits={layer.name: np.array([sizes[layer.name] for sizes in layers]) for layer in global_table.layers},
         model_bits=8.0 * droppable_bytes(global_table),
+        buffers=frozenset(slot.name for slot in global_table.slots if slot.buffer),
     )
 
 

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -426,7 +427,12 @@ def mask_bytes(table: Units) -> int:
 
 def _settings(stage: Stage) -> tuple[Any, ...]:
     return tuple(
-        getattr(stage, own.name)
+        _by_name(getattr(stage, own.name))
         for own in dataclasses.fields(stage)  # type: ignore[arg-type]  # stages are dataclasses
         if own.name not in stage.each
     )
+
+
+def _by_name(setting: Any) -> Any:
+    """Return a function as its import path, which is the same in every process; anything else as it is."""
+    return f"{setting.__module__}:{setting.__qualname__}" if isinstance(setting, FunctionType) else setting
