@@ -83,32 +83,29 @@ def presets(context: typer.Context, as_json: Json = False) -> None:
     """List what can be run."""
     if context.invoked_subcommand is not None:
         return
-    from feddd.experiments.loading import GROUPS, preset_group
-    from feddd.experiments.loading import presets as known
+    from feddd.experiments.presets import presets as known
 
-    about = {name: _first_comment(text) for name, text in known().items()}
     if as_json:
-        rows = [{"name": name, "group": GROUPS[preset_group(name)], "about": text} for name, text in about.items()]
-        print_json(rows)
+        print_json([{"name": row.name, "group": row.family, "about": row.about} for row in known().values()])
         return
-    width = max(map(len, about))
-    for group, names in groupby(about, preset_group):
-        typer.echo(f"\n{GROUPS[group]}")
-        for name in names:
-            typer.echo(f"  {name:<{width}}  {about[name]}")
+    width = max(map(len, known()))
+    for family, rows in groupby(known().values(), lambda row: row.family):
+        typer.echo(f"\n{family}")
+        for row in rows:
+            typer.echo(f"  {row.name:<{width}}  {row.about}")
 
 
 @presets_app.command("show", cls=Verb)
 def presets_show(name: str, as_json: Json = False) -> None:
     """Print a preset's TOML, a start for a file of your own; --json prints it with every default filled in."""
     from feddd.experiments.loading import load_experiment
-    from feddd.experiments.loading import presets as known
+    from feddd.experiments.presets import presets as known
 
     experiment = load_experiment(name)
     if as_json:
         print_json(experiment.model_dump(mode="json", exclude_none=True))
     else:
-        typer.echo(known().get(name) or experiment.to_toml(), nl=False)
+        typer.echo(known()[name].toml if name in known() else experiment.to_toml(), nl=False)
 
 
 @app.command(cls=Verb)
@@ -220,8 +217,3 @@ def _comparison_folder() -> Path:
     stamped = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
     names = (stamped, *(f"{stamped}-{number}" for number in range(2, 1000)))
     return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
-
-
-def _first_comment(text: str) -> str:
-    first = text.splitlines()[0] if text else ""
-    return first.removeprefix("#").strip()
