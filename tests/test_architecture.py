@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_run", "reporting"}
+MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_presets", "cli_run", "reporting"}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],

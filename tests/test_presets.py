@@ -1,4 +1,4 @@
-"""Presets: composed as presets.toml says, and written out as files that can be run."""
+"""Presets: composed as presets.toml says, written out as files that can be run, and what `feddd presets` prints."""
 
 from __future__ import annotations
 
@@ -125,6 +125,31 @@ def test_a_key_that_no_experiment_has_is_refused_by_name(book: dict[str, Any]) -
     book["world"]["mnist"]["ronds"] = 3
     with pytest.raises(InputError, match="unknown key ronds; did you mean 'rounds'"):
         parse_experiment(tomllib.loads(composed()["mnist-iid"].toml))
+
+
+# What is listed
+
+
+def test_the_table_of_contents_names_every_preset_and_fits_a_screen(printed: Printed) -> None:
+    lines = printed().splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) < 80
+    named = set()
+    for line in lines[: lines.index("What the parts of a name mean")]:
+        first, *rest = line.split() if line.startswith("  ") else [""]
+        named |= {first} | {first + word if word.startswith("-") else word for word in rest}
+    assert named - {""} == set(presets())
+    for ending in {preset.ending for preset in presets().values()} - {""}:
+        assert any(line.startswith(f"  -{ending} ") for line in lines)
+    assert all(preset.stem in presets() for preset in presets().values() if preset.ending)
+
+
+def test_words_find_presets_by_name_and_description(printed: Printed) -> None:
+    penalties = ["heterogeneous-a-noniid-a-penalty", "heterogeneous-b-noniid-a-penalty"]
+    assert [line.split("  ")[0] for line in printed("PENALTY").splitlines()] == penalties
+    assert [row["name"] for row in json.loads(printed("find", "penalty", "heterogeneous-b", "--json"))] == penalties[1:]
+    assert printed("garbage", "10 %") == printed("find", "faults-mnist-iid-10-percent-garbage")
+    assert json.loads(printed("--json", "penalty")) == json.loads(printed("penalty", "--json"))
 
 
 def test_json_lists_every_preset_with_its_group_and_description(printed: Printed) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 from feddd import __version__
 from feddd.cli_measure import bench, reproduce, run_on_testbed
 from feddd.cli_options import DataDir, Json, Overrides, Stopped, Verb, print_json
+from feddd.cli_presets import presets_app
 from feddd.cli_run import run
 from feddd.errors import InputError, RunError
 
@@ -26,7 +26,6 @@ app = typer.Typer(
     invoke_without_command=True,
     epilog="Start with `feddd run`: four methods on 100 unequal clients, in about a minute, without a download.",
 )
-presets_app = typer.Typer(help="What can be run, and its TOML.", invoke_without_command=True)
 data_app = typer.Typer(help="Bring a data set, or look at how an experiment spreads it.", no_args_is_help=True)
 app.add_typer(presets_app, name="presets")
 app.add_typer(data_app, name="data")
@@ -76,36 +75,6 @@ def _fail(reason: str, code: int) -> None:
 
 
 app.command(cls=Verb)(run)
-
-
-@presets_app.callback()
-def presets(context: typer.Context, as_json: Json = False) -> None:
-    """List what can be run."""
-    if context.invoked_subcommand is not None:
-        return
-    from feddd.experiments.presets import presets as known
-
-    if as_json:
-        print_json([{"name": row.name, "group": row.family, "about": row.about} for row in known().values()])
-        return
-    width = max(map(len, known()))
-    for family, rows in groupby(known().values(), lambda row: row.family):
-        typer.echo(f"\n{family}")
-        for row in rows:
-            typer.echo(f"  {row.name:<{width}}  {row.about}")
-
-
-@presets_app.command("show", cls=Verb)
-def presets_show(name: str, as_json: Json = False) -> None:
-    """Print a preset's TOML, a start for a file of your own; --json prints it with every default filled in."""
-    from feddd.experiments.loading import load_experiment
-    from feddd.experiments.presets import presets as known
-
-    experiment = load_experiment(name)
-    if as_json:
-        print_json(experiment.model_dump(mode="json", exclude_none=True))
-    else:
-        typer.echo(known()[name].toml if name in known() else experiment.to_toml(), nl=False)
 
 
 @app.command(cls=Verb)
