@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from feddd import FedAvg, FedCS, FedDD, Oort, load_experiment
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, parse_experiment
-from feddd.experiments.loading import presets
 
 
 def test_the_defaults_are_those_of_the_design():
@@ -28,13 +27,6 @@ def test_the_defaults_are_those_of_the_design():
     assert [strategy.label for strategy in experiment.strategy] == ["feddd", "fedavg", "fedcs", "oort"]
     assert built[0] == FedDD(0.6, 0.8, 0.1, 5, "importance", (), "differential", ())
     assert (built[2].budget, built[3].budget) == (0.6, 0.6)
-
-
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_equals_its_toml_after_a_round_trip(name):
-    experiment = load_experiment(name)
-    assert experiment.name == name
-    assert parse_experiment(tomllib.loads(experiment.to_toml())) == experiment
 
 
 @given(

@@ -18,7 +18,8 @@ import pytest
 import feddd
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment, parse_experiment
-from feddd.experiments.loading import load_experiment, presets
+from feddd.experiments.loading import load_experiment
+from feddd.experiments.presets import presets
 from feddd.experiments.results import SCHEMAS, Results
 from feddd.paper import measures, theorem
 from feddd.paper.catalogue import FIGURES, LEARNING_RATES, figure_named

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from feddd.experiments.config import Experiment, parse_experiment
-from feddd.experiments.loading import presets
+from feddd.experiments.presets import presets
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_examples_of_the_quick_verbs_run(runs: Path) -> None:
-    assert feddd(runs, *example("presets")) == presets()["quickstart"]
+    assert feddd(runs, *example("presets")) == presets()["quickstart"].toml
     assert "sensor" in feddd(runs, *example("plan"))
     assert "NAME" in feddd(runs, *example("data fetch")[:2], "--help")  # a download is not for a test
 

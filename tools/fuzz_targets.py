@@ -389,7 +389,7 @@ _TOML = (
 def _toml(work: Path) -> Target:
     import feddd
     from feddd.experiments.config import parse_experiment
-    from feddd.experiments.loading import presets
+    from feddd.experiments.presets import presets
     from feddd.files import parse_toml
 
     path = work / "experiment.toml"
@@ -400,7 +400,7 @@ def _toml(work: Path) -> Target:
         # inf and nan have no place in an experiment, so that equality means what it says.
         assert parse_experiment(parse_toml(experiment.to_toml())) == experiment
 
-    seeds = [presets()[name].encode() for name in ("quickstart", "mnist-noniid-b-budgets", "cifar10-imbalanced")]
+    seeds = [presets()[name].toml.encode() for name in ("quickstart", "mnist-noniid-b-budgets", "cifar10-imbalanced")]
     seeds += [
         b'[fleet]\nbandwidth_hz = 1e6\npower_w = 0.1\ngain = [1e-9, 1e-8]\nnoise_w = 1e-12\n[model]\nname = "cnn2/4"\n'
     ]

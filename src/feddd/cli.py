@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 from feddd import __version__
 from feddd.cli_measure import bench, reproduce, run_on_testbed
 from feddd.cli_options import DataDir, Json, Overrides, Stopped, Verb, print_json
+from feddd.cli_presets import presets_app
 from feddd.cli_run import run
 from feddd.errors import InputError, RunError
 
@@ -26,7 +26,6 @@ app = typer.Typer(
     invoke_without_command=True,
     epilog="Start with `feddd run`: four methods on 100 unequal clients, in about a minute, without a download.",
 )
-presets_app = typer.Typer(help="What can be run, and its TOML.", invoke_without_command=True)
 data_app = typer.Typer(help="Bring a data set, or look at how an experiment spreads it.", no_args_is_help=True)
 app.add_typer(presets_app, name="presets")
 app.add_typer(data_app, name="data")
@@ -76,39 +75,6 @@ def _fail(reason: str, code: int) -> None:
 
 
 app.command(cls=Verb)(run)
-
-
-@presets_app.callback()
-def presets(context: typer.Context, as_json: Json = False) -> None:
-    """List what can be run."""
-    if context.invoked_subcommand is not None:
-        return
-    from feddd.experiments.loading import GROUPS, preset_group
-    from feddd.experiments.loading import presets as known
-
-    about = {name: _first_comment(text) for name, text in known().items()}
-    if as_json:
-        rows = [{"name": name, "group": GROUPS[preset_group(name)], "about": text} for name, text in about.items()]
-        print_json(rows)
-        return
-    width = max(map(len, about))
-    for group, names in groupby(about, preset_group):
-        typer.echo(f"\n{GROUPS[group]}")
-        for name in names:
-            typer.echo(f"  {name:<{width}}  {about[name]}")
-
-
-@presets_app.command("show", cls=Verb)
-def presets_show(name: str, as_json: Json = False) -> None:
-    """Print a preset's TOML, a start for a file of your own; --json prints it with every default filled in."""
-    from feddd.experiments.loading import load_experiment
-    from feddd.experiments.loading import presets as known
-
-    experiment = load_experiment(name)
-    if as_json:
-        print_json(experiment.model_dump(mode="json", exclude_none=True))
-    else:
-        typer.echo(known().get(name) or experiment.to_toml(), nl=False)
 
 
 @app.command(cls=Verb)
@@ -220,8 +186,3 @@ def _comparison_folder() -> Path:
     stamped = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
     names = (stamped, *(f"{stamped}-{number}" for number in range(2, 1000)))
     return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
-
-
-def _first_comment(text: str) -> str:
-    first = text.splitlines()[0] if text else ""
-    return first.removeprefix("#").strip()

@@ -6,54 +6,14 @@ import copy
 import os
 import re
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError, nearest
 from feddd.experiments.config import COMPARED, UNNAMED, Experiment, parse_experiment
+from feddd.experiments.presets import presets
 from feddd.files import parse_toml, read_text
 from feddd.world.models import import_from
-
-# What a preset's name begins with, and what it may end with, in the order of a table of contents.
-_WORLDS = ("quickstart", "mnist", "fashion-mnist", "cifar10", "heterogeneous-a", "heterogeneous-b")
-GROUPS = {
-    "quickstart": "A first run",
-    "": "FedDD, FedAvg, FedCS and Oort",
-    "selectors": "Selection rules",
-    "crosses": "Allocation and selection, each alone",
-    "budgets": "Budgets from 80 % to 20 %",
-    "penalty": "The penalty δ",
-    "broadcast": "The broadcast period h",
-    "imbalanced": "Rare classes, at a budget of 20 %",
-    "testbed": "The paper's testbed: 10 clients, for `feddd testbed`",
-    "faults": "Fleets that misbehave",
-    "bits": "Beyond the paper: values in 8, 4 and 2 bits",
-    "choices": "Beyond the paper: budgets, broadcasts and absences that are chosen while it runs",
-    "peers": "Sub-model and sparse methods beside FedDD",
-}
-
-
-def presets() -> dict[str, str]:
-    """Name → TOML text of the experiments that come with the package, as a table of contents has them."""
-    folder = resources.files("feddd.experiments") / "presets"
-    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir() if f.name.endswith(".toml")}
-    groups = list(GROUPS)
-
-    def place(name: str) -> tuple[int, int, str]:
-        world = next((at for at, world in enumerate(_WORLDS) if name.startswith(world)), len(_WORLDS))
-        return groups.index(preset_group(name)), world, name
-
-    return {name: texts[name] for name in sorted(texts, key=place)}
-
-
-def preset_group(name: str) -> str:
-    """The key of GROUPS that a preset belongs to: what its name ends with, unless it begins with one of three."""
-    first = name.partition("-")[0]
-    if first in ("testbed", "faults", "peers"):
-        return first
-    ending = name.rpartition("-")[2]
-    return ending if ending in GROUPS else ""
 
 
 def load_experiment(
@@ -105,7 +65,7 @@ def _attempt(document: dict[str, Any], where: str) -> Experiment | str:
 def _find(path_or_name: str | os.PathLike[str]) -> tuple[str, str]:
     known = presets()
     if isinstance(path_or_name, str) and path_or_name in known:
-        return known[path_or_name], path_or_name
+        return known[path_or_name].toml, path_or_name
     path = Path(path_or_name)
     try:
         return read_text(path, "utf-8-sig"), str(path)  # some editors begin a file with a byte order mark
