@@ -26,6 +26,11 @@ COUNTS = [
         for width, count in enumerate((3_973_194, 1_587_786, 1_578_826, 1_458_090, 609_962))
     ),
 ]
+# 785 · first + (first + 1) · 64 + 650: the sizes of the sub-models relate to each other as those of the models above.
+MLP_COUNTS = [
+    *(("mlp-a", width, 849 * first + 714) for width, first in enumerate((250, 138, 137, 135, 107))),
+    *(("mlp-b", width, 849 * first + 714) for width, first in enumerate((250, 100, 99, 92, 38))),
+]
 
 
 def shapes(name: str, shape: tuple[int, int, int], width: int = 0) -> dict[str, tuple[int, ...]]:
@@ -40,6 +45,16 @@ def test_parameter_counts_are_the_papers(name: str, shape: tuple[int, int, int],
         model = build(name, shape, 10, width)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert units(model).elements == count
+
+
+@pytest.mark.parametrize(("name", "width", "count"), MLP_COUNTS)
+def test_mlps_of_five_widths_have_the_ratios_of_the_heterogeneous_models(name: str, width: int, count: int) -> None:
+    model = build(name, GREY, 10, width)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    counts = {(papers, number): parameters for papers, _, number, parameters in COUNTS}
+    papers = f"heterogeneous-{name[-1]}"
+    whole = next(parameters for other, number, parameters in MLP_COUNTS if (other, number) == (name, 0))
+    assert count / whole == pytest.approx(counts[papers, width] / counts[papers, 0], abs=0.005)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mlp", GREY), ("cnn1", GREY), ("cnn2", COLOUR), ("cnn2", GREY)])
@@ -64,11 +79,14 @@ def test_every_sub_model_takes_a_colour_image(name: str, width: int) -> None:
     assert logits.shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", ["heterogeneous-a", "heterogeneous-b"])
-def test_every_sub_model_is_nested_in_the_global_one(name: str) -> None:
-    wide = shapes(name, COLOUR)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("heterogeneous-a", COLOUR), ("heterogeneous-b", COLOUR), ("mlp-a", GREY), ("mlp-b", GREY)],
+)
+def test_every_sub_model_is_nested_in_the_global_one(name: str, shape: tuple[int, int, int]) -> None:
+    wide = shapes(name, shape)
     for width in range(1, widths(name)):
-        narrow = shapes(name, COLOUR, width)
+        narrow = shapes(name, shape, width)
         assert narrow.keys() == wide.keys()
         assert all(a <= b for key in wide for a, b in zip(narrow[key], wide[key], strict=True))
 
@@ -89,7 +107,7 @@ def test_convolutions_have_padding_one_except_in_cnn1() -> None:
 
 
 def test_widths_count_sub_models() -> None:
-    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5]
+    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5, 5, 5]
     assert widths("torch.nn:Identity") == 1
 
 

@@ -1,4 +1,4 @@
-"""The paper's networks by name and width, and any ``nn.Module`` by import path.
+"""The paper's networks by name and width, an MLP of five widths, and any ``nn.Module`` by import path.
 
 Softmax in the paper's tables is the cross-entropy on logits; convolutions of CNN2 and the heterogeneous models have
 padding 1, so that the first linear layer fits a 32 × 32 input.
@@ -38,12 +38,20 @@ HETEROGENEOUS = {
     ),
 }
 
+# The MLP with first hidden layers as far apart as the parameter counts of the heterogeneous models: five widths where
+# they are cheap. They are ours, not the paper's.
+FIVE_WIDTH_MLPS = {
+    "mlp-a": (250, 138, 137, 135, 107),
+    "mlp-b": (250, 100, 99, 92, 38),
+}
+
 # Kernel, padding and sub-models of every network. "NAME/4" is the network with all these widths divided by four.
 NETWORKS: dict[str, tuple[int, int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]] = {
     "mlp": (0, 0, (((), (100, 64)),)),
     "cnn1": (5, 0, (((10, 20), (50,)),)),
     "cnn2": (3, 1, (((16, 32, 64), (500, 100)),)),
     **{name: (3, 1, sub_models) for name, sub_models in HETEROGENEOUS.items()},
+    **{name: (0, 0, tuple(((), (first, 64)) for first in sizes)) for name, sizes in FIVE_WIDTH_MLPS.items()},
 }
 MODELS = tuple(NETWORKS)
 
