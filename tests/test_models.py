@@ -71,6 +71,15 @@ def test_logits_are_not_softmaxed() -> None:
     assert (logits < 0).any()
 
 
+def test_softmax_of_the_tables_is_a_last_layer_that_changes_no_parameter() -> None:
+    plain, literal = (build(name, GREY, 10, seed=3) for name in ("mlp/2", "mlp/2+softmax"))
+    images = torch.rand(4, *GREY, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(literal(images), plain(images).softmax(1))
+    assert plain.state_dict().keys() == literal.state_dict().keys()
+    assert widths("mlp-b+softmax") == 5
+
+
 @pytest.mark.parametrize("name", ["heterogeneous-a", "heterogeneous-b"])
 @pytest.mark.parametrize("width", range(5))
 def test_every_sub_model_takes_a_colour_image(name: str, width: int) -> None:
@@ -213,7 +222,7 @@ def test_a_narrowed_network_has_every_hidden_width_divided() -> None:
     assert shapes("mlp/1000", GREY)["fc1.weight"][0] == 1
 
 
-@pytest.mark.parametrize("name", ["mlp/0", "mlp/x", "mlp/", "mlp/-2", "mlp/2/2", "resnet/2"])
+@pytest.mark.parametrize("name", ["mlp/0", "mlp/x", "mlp/", "mlp/-2", "mlp/2/2", "resnet/2", "mlp+relu"])
 def test_names_that_are_no_narrowed_network_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="unknown model"):
         build(name, GREY, 10)

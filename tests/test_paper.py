@@ -118,6 +118,7 @@ def test_a_strategy_is_the_same_cell_wherever_it_is_asked_for() -> None:
         "rounds=3",
         "data.partition=iid",
         "training.learning_rate=0.02",
+        "model.output=softmax",
         "fleet.clients=5",
         "strategy.feddd.budget=0.5",
         "strategy.feddd.selector=random",
@@ -127,6 +128,13 @@ def test_a_strategy_is_the_same_cell_wherever_it_is_asked_for() -> None:
 def test_everything_that_moves_the_tables_moves_the_cell(change: str) -> None:
     plain, moved = (load_experiment("mnist-noniid-b", changes) for changes in ([], [change]))
     assert cells(plain, [plain.seed])[0].folder != cells(moved, [moved.seed])[0].folder
+
+
+def test_cells_that_were_kept_before_are_found() -> None:
+    kept = Store(ROOT / "docs" / "results" / "cells")
+    for name in ("mnist-noniid-b", "fashion-mnist-noniid-b"):
+        first = cells(load_experiment(name), [0])[0]
+        assert kept.has(first), f"{first.folder}: a new setting must not move the cells of experiments without it"
 
 
 def test_names_labels_and_targets_do_not_move_the_cell() -> None:

@@ -72,7 +72,7 @@ class Cell:
         """Where the cell is kept, below the store's folder."""
         experiment = self.experiment
         digest = hashlib.sha256(json.dumps([VERSION, _facts(experiment)], sort_keys=True).encode()).hexdigest()[:12]
-        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.name}"
+        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.network}"
         return f"{_slug(world)}/{portable_name(experiment.strategy[0].name)}-seed-{experiment.seed}-{digest}"
 
 
