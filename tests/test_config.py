@@ -185,3 +185,23 @@ def test_a_strategy_of_ones_own_comes_by_import_path(tmp_path, monkeypatch):
     assert parse_experiment(document).strategy[0].build() == FedAvg(participation=0.5)
     with pytest.raises(InputError, match="cannot import 'my_strategies:nothing'"):
         parse_experiment({"strategy": [{"name": "my_strategies:nothing"}]}).strategy[0].build()
+
+
+def test_a_literal_softmax_is_asked_for_and_never_written_where_it_is_not() -> None:
+    plain, literal = (load_experiment("mnist-noniid-b", changes) for changes in ([], ["model.output=softmax"]))
+    assert "output" not in tomllib.loads(plain.to_toml())["model"]
+    assert (plain.model.network, literal.model.network) == ("mlp", "mlp+softmax")
+    assert parse_experiment(tomllib.loads(literal.to_toml())) == literal
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "mlp+softmax"}, "model.name: unknown model 'mlp\\+softmax'"),
+        ({"name": "own.nets:small", "output": "softmax"}, "output belongs to the networks that come with the package"),
+        ({"output": "logits"}, "model.output"),
+    ],
+)
+def test_an_output_that_means_nothing_is_refused(change: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_experiment({"model": change})

@@ -26,6 +26,11 @@ COUNTS = [
         for width, count in enumerate((3_973_194, 1_587_786, 1_578_826, 1_458_090, 609_962))
     ),
 ]
+# 785 · first + (first + 1) · 64 + 650: the sizes of the sub-models relate to each other as those of the models above.
+MLP_COUNTS = [
+    *(("mlp-a", width, 849 * first + 714) for width, first in enumerate((250, 138, 137, 135, 107))),
+    *(("mlp-b", width, 849 * first + 714) for width, first in enumerate((250, 100, 99, 92, 38))),
+]
 
 
 def shapes(name: str, shape: tuple[int, int, int], width: int = 0) -> dict[str, tuple[int, ...]]:
@@ -42,6 +47,16 @@ def test_parameter_counts_are_the_papers(name: str, shape: tuple[int, int, int],
     assert units(model).elements == count
 
 
+@pytest.mark.parametrize(("name", "width", "count"), MLP_COUNTS)
+def test_mlps_of_five_widths_have_the_ratios_of_the_heterogeneous_models(name: str, width: int, count: int) -> None:
+    model = build(name, GREY, 10, width)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    counts = {(papers, number): parameters for papers, _, number, parameters in COUNTS}
+    papers = f"heterogeneous-{name[-1]}"
+    whole = next(parameters for other, number, parameters in MLP_COUNTS if (other, number) == (name, 0))
+    assert count / whole == pytest.approx(counts[papers, width] / counts[papers, 0], abs=0.005)
+
+
 @pytest.mark.parametrize(("name", "shape"), [("mlp", GREY), ("cnn1", GREY), ("cnn2", COLOUR), ("cnn2", GREY)])
 def test_a_batch_becomes_one_logit_per_class(name: str, shape: tuple[int, int, int]) -> None:
     with torch.no_grad():
@@ -56,6 +71,15 @@ def test_logits_are_not_softmaxed() -> None:
     assert (logits < 0).any()
 
 
+def test_softmax_of_the_tables_is_a_last_layer_that_changes_no_parameter() -> None:
+    plain, literal = (build(name, GREY, 10, seed=3) for name in ("mlp/2", "mlp/2+softmax"))
+    images = torch.rand(4, *GREY, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(literal(images), plain(images).softmax(1))
+    assert plain.state_dict().keys() == literal.state_dict().keys()
+    assert widths("mlp-b+softmax") == 5
+
+
 @pytest.mark.parametrize("name", ["heterogeneous-a", "heterogeneous-b"])
 @pytest.mark.parametrize("width", range(5))
 def test_every_sub_model_takes_a_colour_image(name: str, width: int) -> None:
@@ -64,11 +88,14 @@ def test_every_sub_model_takes_a_colour_image(name: str, width: int) -> None:
     assert logits.shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", ["heterogeneous-a", "heterogeneous-b"])
-def test_every_sub_model_is_nested_in_the_global_one(name: str) -> None:
-    wide = shapes(name, COLOUR)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("heterogeneous-a", COLOUR), ("heterogeneous-b", COLOUR), ("mlp-a", GREY), ("mlp-b", GREY)],
+)
+def test_every_sub_model_is_nested_in_the_global_one(name: str, shape: tuple[int, int, int]) -> None:
+    wide = shapes(name, shape)
     for width in range(1, widths(name)):
-        narrow = shapes(name, COLOUR, width)
+        narrow = shapes(name, shape, width)
         assert narrow.keys() == wide.keys()
         assert all(a <= b for key in wide for a, b in zip(narrow[key], wide[key], strict=True))
 
@@ -89,7 +116,7 @@ def test_convolutions_have_padding_one_except_in_cnn1() -> None:
 
 
 def test_widths_count_sub_models() -> None:
-    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5]
+    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5, 5, 5]
     assert widths("torch.nn:Identity") == 1
 
 
@@ -195,7 +222,7 @@ def test_a_narrowed_network_has_every_hidden_width_divided() -> None:
     assert shapes("mlp/1000", GREY)["fc1.weight"][0] == 1
 
 
-@pytest.mark.parametrize("name", ["mlp/0", "mlp/x", "mlp/", "mlp/-2", "mlp/2/2", "resnet/2"])
+@pytest.mark.parametrize("name", ["mlp/0", "mlp/x", "mlp/", "mlp/-2", "mlp/2/2", "resnet/2", "mlp+relu"])
 def test_names_that_are_no_narrowed_network_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="unknown model"):
         build(name, GREY, 10)

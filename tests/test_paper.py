@@ -79,6 +79,14 @@ def test_an_estimate_is_students_interval_around_the_mean() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((3.0, 3.0 - half, 3.0 + half), rel=1e-6)
 
 
+def test_an_interval_ends_where_its_quantity_does() -> None:
+    found = estimate([90.0, 99.0, 60.0], (0.0, 100.0))
+    free = estimate([90.0, 99.0, 60.0])
+    assert free.high is not None
+    assert free.high > 100.0
+    assert (found.mean, found.low, found.high) == (free.mean, free.low, 100.0)
+
+
 def test_one_seed_has_no_interval() -> None:
     assert (estimate([2.5]).low, estimate([2.5]).high) == (None, None)
 
@@ -119,6 +127,7 @@ def test_a_strategy_is_the_same_cell_wherever_it_is_asked_for() -> None:
         "rounds=3",
         "data.partition=iid",
         "training.learning_rate=0.02",
+        "model.output=softmax",
         "fleet.clients=5",
         "strategy.feddd.budget=0.5",
         "strategy.feddd.selector=random",
@@ -128,6 +137,13 @@ def test_a_strategy_is_the_same_cell_wherever_it_is_asked_for() -> None:
 def test_everything_that_moves_the_tables_moves_the_cell(change: str) -> None:
     plain, moved = (load_experiment("mnist-noniid-b", changes) for changes in ([], [change]))
     assert cells(plain, [plain.seed])[0].folder != cells(moved, [moved.seed])[0].folder
+
+
+def test_cells_that_were_kept_before_are_found() -> None:
+    kept = Store(ROOT / "docs" / "results" / "cells")
+    for name in ("mnist-noniid-b", "fashion-mnist-noniid-b"):
+        first = cells(load_experiment(name), [0])[0]
+        assert kept.has(first), f"{first.folder}: a new setting must not move the cells of experiments without it"
 
 
 def test_names_labels_and_targets_do_not_move_the_cell() -> None:
@@ -304,6 +320,40 @@ def test_a_gap_is_in_points_and_paired() -> None:
     assert measures.off_by(1.5, found.value) == "+0.5"
 
 
+def jumping(level: float, size: float) -> list[float]:
+    """Twelve rounds that go up and down around a level; the last is an upper one."""
+    return [level + (size if number % 2 else -size) for number in range(12)]
+
+
+def test_where_a_curve_jumps_finals_of_all_are_means_of_the_last_rounds_and_say_so() -> None:
+    curves = {"feddd": [jumping(0.5, 0.05)], "fedavg": [[0.48] * 12]}
+    panel = made_up(curves, SECONDS)
+    assert panel.final_rounds == 5
+    # Five rounds of ±5 points that begin and end with an upper one: their mean is one point above the level.
+    found = measures.gap("p", "fedavg")({"p": panel})
+    assert found.value == pytest.approx(3.0)
+    assert found.words == "+3.0 points (one seed), mean of the last 5 rounds"
+    assert measures.final("p", "feddd")({"p": panel}).value == pytest.approx(51.0)
+    assert measures.best_rule("p", "feddd", ("fedavg",))({"p": panel}).value == pytest.approx(3.0)
+    assert panel_table(panel)[0][1] == "final accuracy (%), mean of the last 5 rounds"
+
+
+def test_where_no_curve_jumps_a_final_is_that_of_the_last_round() -> None:
+    rising = [[0.3 + 0.02 * number for number in range(12)]]  # steep, but steady
+    calm = made_up({"feddd": [jumping(0.5, 0.001)], "fedavg": rising}, SECONDS)
+    assert calm.final_rounds == 1
+    assert measures.final("p", "fedavg")({"p": calm}).value == pytest.approx(52.0)
+    assert made_up(CURVES, SECONDS).final_rounds == 1  # too short to be judged
+
+
+def test_an_early_gap_is_read_over_a_window() -> None:
+    flat, one_dip = [0.5] * 40, [0.6] * 40
+    one_dip[9] = 0.1  # a quarter of the way, in this round alone
+    panels = {"p": made_up({"h = 1": [flat], "h = 20": [one_dip]}, {"h = 1": 1.0, "h = 20": 1.0})}
+    # (4 · 10 − 40) / 5: the dip counts for a fifth
+    assert measures.early_gap("p", "h = 1", "h = 20", 0.25)(panels).value == pytest.approx(0.0)
+
+
 def test_time_saved_is_to_the_papers_target_if_it_is_reached() -> None:
     panels = {"p": made_up(CURVES, SECONDS, targets=(0.6, 0.99))}
     # 88 %: feddd after round 3 of 10 s, fedavg after round 3 of 40 s, in both runs
@@ -412,8 +462,8 @@ def test_an_exchange_table_has_time_and_bytes_to_what_fedavg_reaches() -> None:
     made = made_up({"fedavg": CURVES["fedavg"], "feddd": CURVES["feddd"]}, SECONDS)
     rows = exchange_table(Panel(experiment.model_copy(update={"rounds": 3}), made.runs))
     assert rows[0] == ["strategy", "final accuracy", "bytes", "time to 70 %", "bytes to 70 %", "seeds"]
-    assert rows[1] == ["fedavg", "89.0 % [76.3, 101.7]", "30 B", "80.0 s", "20 B", "2"]
-    assert rows[2][:2] == ["feddd", "91.0 % [78.3, 103.7]"]
+    assert rows[1] == ["fedavg", "89.0 % [76.3, 100.0]", "30 B", "80.0 s", "20 B", "2"]
+    assert rows[2][:2] == ["feddd", "91.0 % [78.3, 100.0]"]
     assert rows[3] == ["oort", "not run", "", "", "", ""]
 
 

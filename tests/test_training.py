@@ -37,7 +37,7 @@ def by_optimiser(model, before, images, labels, training, rng):
 
 
 @pytest.mark.parametrize("trainer", ["reference", "channels_last", "stacked"])
-@pytest.mark.parametrize("name", ["mlp", "cnn1", "cnn2"])
+@pytest.mark.parametrize("name", ["mlp", "mlp+softmax", "cnn1", "cnn1+softmax", "cnn2"])
 def test_trainers_agree_with_torch_optim(name, trainer):
     shape = (3, 32, 32) if name == "cnn2" else (1, 28, 28)
     # In the deeper network float32 rounding decides some pools and ReLUs the other way.

@@ -33,7 +33,7 @@ from feddd.strategies.server_optimizers import FedAdam, FedAvgM, WithServerOptim
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
 from feddd.strategies.with_rules import Momentum, WeightDecay, WithRules
-from feddd.world.models import MODELS, import_object, known
+from feddd.world.models import MODELS, SOFTMAX, import_object, known
 
 COMPARED: Mapping[str, Any] = {"feddd": FedDD, "fedavg": FedAvg, "fedcs": FedCS, "oort": Oort}
 """The methods of the paper: what an experiment compares if it names none."""
@@ -147,16 +147,31 @@ class FleetSection(_Section):
 
 
 class ModelSection(_Section):
-    """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function."""
+    """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function.
+
+    output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
+    """
 
     name: str = "mlp"
+    output: Literal["softmax"] | None = None
 
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
-        if ":" not in value and not known(value):
+        if ":" not in value and (not known(value) or value.endswith(SOFTMAX)):
             raise ValueError(f"unknown model {value!r}; {nearest(value, (*MODELS, IMPORT_PATH))}")
         return value
+
+    @model_validator(mode="after")
+    def _own_models_have_their_own_output(self) -> ModelSection:
+        if self.output and ":" in self.name:
+            raise ValueError(f"output belongs to the networks that come with the package, not to {self.name!r}")
+        return self
+
+    @property
+    def network(self) -> str:
+        """What `world.models.build` is asked for."""
+        return self.name + (SOFTMAX if self.output else "")
 
 
 class TrainingSection(_Section):

@@ -252,7 +252,7 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
     training = _training(experiment, data, parts[0], prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    return World(data, parts, devices, experiment.model.name, training, seed, faults)
+    return World(data, parts, devices, experiment.model.network, training, seed, faults)
 
 
 def _held_out(
@@ -269,7 +269,7 @@ def _held_out(
 
 def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.int64], prove: bool) -> Training:
     """Return the settings with the trainer that the model gets; part: one client's samples, to try it on."""
-    given, name = experiment.training, experiment.model.name
+    given, name = experiment.training, experiment.model.network
     try:
         torch.empty(0, device=given.device)
     except (RuntimeError, AssertionError) as error:

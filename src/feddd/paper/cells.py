@@ -31,7 +31,10 @@ from feddd.simulation.simulator import EverybodyDiverged, RoundRecord, Simulatio
 VERSION = 1
 """Raised when a change of the simulator makes kept cells wrong."""
 
-SECONDS_A_SAMPLE = {"mlp": 1e-5, "cnn1": 1.1e-4, "cnn2": 4e-4, "heterogeneous-a": 4e-3, "heterogeneous-b": 4e-3}
+SECONDS_A_SAMPLE = {
+    **{"mlp": 1e-5, "mlp-a": 2e-5, "mlp-b": 2e-5},
+    **{"cnn1": 1.1e-4, "cnn2": 4e-4, "heterogeneous-a": 4e-3, "heterogeneous-b": 4e-3},
+}
 """Of training, by network, on one core of a small machine."""
 
 Watch = Callable[["Cell", RoundRecord], None]
@@ -69,7 +72,7 @@ class Cell:
         """Where the cell is kept, below the store's folder."""
         experiment = self.experiment
         digest = hashlib.sha256(json.dumps([VERSION, _facts(experiment)], sort_keys=True).encode()).hexdigest()[:12]
-        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.name}"
+        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.network}"
         return f"{_slug(world)}/{portable_name(experiment.strategy[0].name)}-seed-{experiment.seed}-{digest}"
 
 

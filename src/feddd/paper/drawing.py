@@ -102,7 +102,8 @@ def _budgets(axes: Axes, panel: Panel) -> None:
         budget = float(strategy.options.get("budget", 1.0))
         runs = panel.finished(strategy.label)
         if runs:
-            methods.setdefault(strategy.name, {})[budget] = [accuracy(run, strategy.label) for run in runs]
+            finals = [accuracy(run, strategy.label, panel.final_rounds) for run in runs]
+            methods.setdefault(strategy.name, {})[budget] = finals
     for place, (method, points) in enumerate(methods.items()):
         if not points:
             continue

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from feddd.experiments.results import Results
 from feddd.paper.panels import (
     Panel,
     Panels,
     accuracy,
-    accuracy_at,
+    accuracy_around,
     class_accuracy,
     reached_by_all,
     seconds_a_round,
     seconds_to,
 )
-from feddd.paper.statistics import Estimate, difference, estimate, saving
+from feddd.paper.statistics import PERCENT, Estimate, difference, estimate, saving
 
 Paper = float | tuple[float, float] | None
 """The paper's number, its range, or nothing where it says something in words only."""
@@ -43,32 +44,38 @@ NOT_RUN = Answer("not run")
 
 def final(preset: str, label: str) -> Measure:
     """Final test accuracy, in percent."""
-    return _over_seeds(preset, (label,), lambda runs: estimate([accuracy(run, label) for run in runs]), "%")
+
+    def measure(runs: Sequence[Results], rounds: int) -> Estimate:
+        return estimate([accuracy(run, label, rounds) for run in runs], PERCENT)
+
+    return _at_the_end(preset, (label,), measure, "%")
 
 
 def gap(preset: str, other: str, ours: str = "feddd") -> Measure:
     """Final accuracy of ours above the other's, in points."""
 
-    def measure(runs: Sequence[Results]) -> Estimate:
-        return difference([accuracy(run, ours) for run in runs], [accuracy(run, other) for run in runs])
+    def measure(runs: Sequence[Results], rounds: int) -> Estimate:
+        return difference(*([accuracy(run, label, rounds) for run in runs] for label in (ours, other)))
 
-    return _over_seeds(preset, (ours, other), measure, "points")
+    return _at_the_end(preset, (ours, other), measure, "points")
 
 
 def early_gap(preset: str, other: str, ours: str, share: float) -> Measure:
-    """Accuracy of ours above the other's at this share of the rounds, in points."""
+    """Accuracy of ours above the other's around this share of the rounds, in points."""
 
     def measure(runs: Sequence[Results]) -> Estimate:
-        return difference(*([accuracy_at(run, label, share) for run in runs] for label in (ours, other)))
+        return difference(*([accuracy_around(run, label, share) for run in runs] for label in (ours, other)))
 
     return _over_seeds(preset, (ours, other), measure, "points")
 
 
 def of_class(preset: str, label: str, number: int) -> Measure:
-    """Accuracy of one class after the last round, in percent."""
-    return _over_seeds(
-        preset, (label,), lambda runs: estimate([class_accuracy(run, label, number) for run in runs]), "%"
-    )
+    """Final accuracy of one class, in percent."""
+
+    def measure(runs: Sequence[Results], rounds: int) -> Estimate:
+        return estimate([class_accuracy(run, label, number, rounds) for run in runs], PERCENT)
+
+    return _at_the_end(preset, (label,), measure, "%")
 
 
 def round_time(preset: str, other: str, ours: str) -> Measure:
@@ -88,6 +95,26 @@ def _over_seeds(
         return _answer(measure(runs), unit) if runs else _unfinished(panels, preset, labels)
 
     return answer
+
+
+def _at_the_end(
+    preset: str, labels: Sequence[str], measure: Callable[[Sequence[Results], int], Estimate], unit: str
+) -> Measure:
+    """A measure of final accuracies: over how many rounds they are taken depends on the panel, and is said."""
+
+    def answer(panels: Panels) -> Answer:
+        runs = _runs(panels, preset, labels)
+        if not runs:
+            return _unfinished(panels, preset, labels)
+        rounds = panels[preset].final_rounds
+        return _answer(measure(runs, rounds), unit, over_rounds(rounds))
+
+    return answer
+
+
+def over_rounds(rounds: int) -> str:
+    """What to add to a final accuracy that is not that of the last round alone."""
+    return f", mean of the last {rounds} rounds" if rounds > 1 else ""
 
 
 def _unfinished(panels: Panels, preset: str, labels: Sequence[str]) -> Answer:
@@ -201,12 +228,12 @@ def best_rule(preset: str, ours: str, others: Sequence[str]) -> Measure:
         runs = _runs(panels, preset, (ours, *others))
         if not runs:
             return _unfinished(panels, preset, (ours, *others))
-        means = {label: estimate([accuracy(run, label) for run in runs]).mean for label in (ours, *others)}
+        rounds = panels[preset].final_rounds
+        finals = {label: [accuracy(run, label, rounds) for run in runs] for label in (ours, *others)}
+        means = {label: fmean(values) for label, values in finals.items()}
         best = max(others, key=lambda label: means[label])
         order = ", ".join(f"{label} {means[label]:.1f}" for label in sorted(means, key=lambda label: -means[label]))
-        return _answer(
-            difference(*([accuracy(run, name) for run in runs] for name in (ours, best))), "points", f": {order}"
-        )
+        return _answer(difference(finals[ours], finals[best]), "points", f"{over_rounds(rounds)}: {order}")
 
     return answer
 

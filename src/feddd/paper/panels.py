@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
 
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results, time_to_accuracy
 from feddd.experiments.views import Line, lines, rounds_done
 from feddd.paper.cells import Store
+
+WINDOW = 5
+"""Rounds that an accuracy is averaged over where curves jump, and where it is read on the way."""
+JUMP = 1.0
+"""A curve jumps if its changes from round to round differ by this many points (their standard deviation)."""
+JUDGED = 10
+"""The changes, at the end of a run, that this is judged by."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,15 @@ class Panel:
         rounds = self.experiment.rounds
         return [run for run in self.runs if all(rounds_done(run, label) >= rounds for label in labels)]
 
+    @functools.cached_property
+    def final_rounds(self) -> int:
+        """How many rounds a final accuracy is the mean of: for all strategies several if the curve of one jumps."""
+        for section in self.experiment.strategy:
+            found = [jump for run in self.finished(section.label) if (jump := _jump(run, section.label)) is not None]
+            if found and fmean(found) > JUMP:
+                return WINDOW
+        return 1
+
     def diverged(self, label: str) -> list[int]:
         """The rounds in which every client of a strategy diverged, of the seeds where that happened."""
         done = [rounds_done(run, label) for run in self.runs]
@@ -52,24 +71,37 @@ def read_panel(store: Store, need: Need) -> Panel:
     return Panel(need.experiment, tuple(store.combine(need.experiment, seed) for seed in need.seeds))
 
 
-def accuracy(run: Results, label: str) -> float:
-    """Test accuracy after the last round, in percent."""
-    return 100.0 * float(run.rows("rounds", strategy=label)[-1]["test_accuracy"])
-
-
-def accuracy_at(run: Results, label: str, share: float) -> float:
-    """Test accuracy in percent at this share of the rounds, in the last round tested by then."""
+def _tested(run: Results, label: str) -> list[tuple[int, float]]:
+    """The rounds that were tested, with the accuracy in percent."""
     rows = run.rows("rounds", strategy=label)
-    tested = [
-        row["test_accuracy"] for row in rows[: max(1, round(share * len(rows)))] if row["test_accuracy"] is not None
-    ]
-    return 100.0 * float(tested[-1]) if tested else float("nan")
+    return [(row["round"], 100.0 * row["test_accuracy"]) for row in rows if row["test_accuracy"] is not None]
 
 
-def class_accuracy(run: Results, label: str, number: int) -> float:
-    """Accuracy of one class after the last round, in percent."""
+def _jump(run: Results, label: str) -> float | None:
+    """How unlike the last changes of the accuracy are to each other, in points; None for a run that is too short."""
+    last = [accuracy for _, accuracy in _tested(run, label)][-JUDGED - 1 :]
+    if len(last) <= JUDGED:
+        return None
+    return stdev(after - before for before, after in pairwise(last))
+
+
+def accuracy(run: Results, label: str, rounds: int = 1) -> float:
+    """Test accuracy in percent after the last round, or the mean of the last tested ones."""
+    return fmean(value for _, value in _tested(run, label)[-rounds:])
+
+
+def accuracy_around(run: Results, label: str, share: float) -> float:
+    """Test accuracy in percent at this share of the rounds: the mean of the tested rounds nearest to it."""
+    tested = _tested(run, label)
+    middle = share * tested[-1][0]
+    nearest = sorted(tested, key=lambda each: abs(each[0] - middle))[:WINDOW]
+    return fmean(value for _, value in nearest)
+
+
+def class_accuracy(run: Results, label: str, number: int, rounds: int = 1) -> float:
+    """Accuracy of one class in percent after the last round, or the mean of the last tested ones."""
     rows = run.rows("classes", strategy=label, label=number)
-    return 100.0 * float(rows[-1]["accuracy"])
+    return 100.0 * fmean(row["accuracy"] for row in rows[-rounds:])
 
 
 def seconds_to(run: Results, label: str, target: float) -> float | None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
+PERCENT = (0.0, 100.0)
+POINTS = (-100.0, 100.0)
+"""The bounds of an accuracy, and of a difference of two."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,19 @@ class Estimate:
     values: tuple[float, ...]
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value per seed, with its interval."""
+def estimate(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Estimate:
+    """The mean of one value per seed, with its interval, which ends where the values cannot go further.
+
+    bounds: the least and the greatest that a value can be
+    """
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, None, None, tuple(values))
     from scipy.special import stdtrit
 
     half = float(stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2)) * stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half, tuple(values))
+    least, greatest = bounds or (-math.inf, math.inf)
+    return Estimate(mean, max(mean - half, least), min(mean + half, greatest), tuple(values))
 
 
 def saving(ours: Sequence[float], others: Sequence[float]) -> Estimate:
@@ -43,5 +50,5 @@ def saving(ours: Sequence[float], others: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Ours minus theirs, paired by seed."""
-    return estimate([mine - other for mine, other in zip(ours, others, strict=True)])
+    """Ours minus theirs, two accuracies in percent, paired by seed."""
+    return estimate([mine - other for mine, other in zip(ours, others, strict=True)], POINTS)

@@ -10,10 +10,10 @@ from statistics import fmean
 from feddd.experiments.results import Results, reference_label
 from feddd.experiments.views import human_bytes, human_seconds
 from feddd.paper.catalogue import PaperFigure
-from feddd.paper.measures import shown
+from feddd.paper.measures import over_rounds, shown
 from feddd.paper.motivation import SHARES, LabelShare, loss_by_width
 from feddd.paper.panels import Panel, accuracy, reached_by_all, seconds_to
-from feddd.paper.statistics import estimate, saving
+from feddd.paper.statistics import PERCENT, estimate, saving
 from feddd.paper.theorem import Outcome
 from feddd.world import models
 
@@ -51,9 +51,10 @@ def panel_table(panel: Panel) -> Rows:
     experiment = panel.experiment
     sections = {"strategy": [section.model_dump() for section in experiment.strategy]}
     reference = reference_label(sections) or experiment.strategy[0].label
+    last = panel.final_rounds
     head = [
         "strategy",
-        "final accuracy (%)",
+        f"final accuracy (%){over_rounds(last)}",
         "bytes",
         *(f"time to {100 * target:g} %" for target in experiment.targets),
     ]
@@ -63,7 +64,7 @@ def panel_table(panel: Panel) -> Rows:
         if not runs:
             rows.append([section.label, panel.divergence(section.label) or "not run", *[""] * (len(head) - 2)])
             continue
-        finals = [accuracy(run, section.label) for run in runs]
+        finals = [accuracy(run, section.label, last) for run in runs]
         each = f" ({', '.join(f'{value:.1f}' for value in finals)})" if len(finals) > 1 else ""
         each += f"; {words}" if (words := panel.divergence(section.label)) else ""
         amount = human_bytes(fmean(_bytes(run, section.label) for run in runs))
@@ -79,13 +80,14 @@ def exchange_table(panel: Panel) -> Rows:
     runs = panel.finished(reference) if reference else []
     targets = [goal for goal in sorted(experiment.targets) if reached_by_all(runs, [reference or ""], [goal])][-2:]
     columns = [f"{what} to {100 * goal:g} %" for goal in targets for what in ("time", "bytes")]
-    rows = [["strategy", "final accuracy", "bytes", *columns, "seeds"]]
+    last = panel.final_rounds
+    rows = [["strategy", f"final accuracy{over_rounds(last)}", "bytes", *columns, "seeds"]]
     for section in experiment.strategy:
         label, runs = section.label, panel.finished(section.label)
         if not runs:
             rows.append([label, panel.divergence(label) or "not run", *[""] * (len(rows[0]) - 2)])
             continue
-        final = shown(estimate([accuracy(run, label) for run in runs]), "%")
+        final = shown(estimate([accuracy(run, label, last) for run in runs], PERCENT), "%")
         final += f"; {words}" if (words := panel.divergence(label)) else ""
         total = human_bytes(fmean(_bytes(run, label) for run in runs))
         spent = [

@@ -134,6 +134,21 @@ class _ReLU:
 
 
 @dataclass
+class _Softmax:
+    """Over the classes: features go in and probabilities come out, both [S, batch, classes]."""
+
+    outputs: Tensor = field(init=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.outputs = inputs.softmax(2)
+        return self.outputs
+
+    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
+        # p_i (g_i − Σ_j p_j g_j)
+        return self.outputs * (gradient - (self.outputs * gradient).sum(2, keepdim=True))
+
+
+@dataclass
 class _Scale:
     """HeteroFL's scaler: factor is a number per client, in a shape that broadcasts to the layer's."""
 
@@ -192,7 +207,7 @@ class Chain:
         widths: of all clients, to scale by    into: where the steps go, the stack itself or one like it
         """
         made: list[Layer] = []
-        last = self.modules[-1][0]
+        last = next(name for name, module in reversed(self.modules) if isinstance(module, nn.Linear))
         for name, module in self.modules:
             if isinstance(module, nn.Linear):
                 made.append(_Linear(*_tensors(name, stack, clients), _tensors(name, into, clients)))
@@ -201,6 +216,8 @@ class Chain:
                 made.append(_Conv(*own, steps, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
             elif isinstance(module, nn.MaxPool2d):
                 made.append(_Pool(_pair(module.kernel_size), _pair(module.stride)))
+            elif isinstance(module, nn.Softmax):
+                made.append(_Softmax())
             else:
                 made.append(_ReLU() if isinstance(module, nn.ReLU) else _Flatten(clients))
             if widths is not None and isinstance(module, nn.Linear | nn.Conv2d) and name != last:
@@ -228,7 +245,7 @@ class Unfit(ValueError):
 
 def chain(model: nn.Module) -> Chain:
     """Return the model as a chain, if it is exactly [convolutions,] flatten, linear layers, with pooling and ReLU
-    between; else raise `Unfit`.
+    between, and perhaps a softmax at the end; else raise `Unfit`.
 
     Nothing is guessed: exact types, settings that the layers above implement, every module and parameter used once,
     trained, and without hooks or code of its own.
@@ -247,8 +264,9 @@ def chain(model: nn.Module) -> Chain:
     kinds = [type(module) for _, module in modules]
     if nn.Flatten not in kinds or nn.Linear in kinds[: kinds.index(nn.Flatten)]:
         raise Unfit("it has no nn.Flatten before its first linear layer")
-    if kinds[-1] is not nn.Linear:
-        raise Unfit(f"its last layer is a {kinds[-1].__name__}, not nn.Linear")
+    body = kinds[:-1] if kinds[-1] is nn.Softmax else kinds
+    if body[-1] is not nn.Linear or nn.Softmax in body:
+        raise Unfit(f"it ends in {kinds[-1].__name__}, not in nn.Linear with at most one nn.Softmax, behind it")
     return Chain(modules, dense=not any(kind in (nn.Conv2d, nn.MaxPool2d) for kind in kinds))
 
 
@@ -262,7 +280,7 @@ def is_chain(model: nn.Module) -> bool:
 
 
 def _check_layer(name: str, module: nn.Module) -> None:
-    """Refuse a layer that is not one of the five kinds with settings that are implemented here."""
+    """Refuse a layer that is not one of the six kinds with settings that are implemented here."""
     where = f"module {name!r}"
     settings: dict[str, tuple[object, ...]] = {}  # what is implemented, where there is a choice
     if type(module) is nn.Conv2d:
@@ -273,8 +291,11 @@ def _check_layer(name: str, module: nn.Module) -> None:
         settings = {"padding": (0, (0, 0)), "dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)}
     elif type(module) is nn.Flatten:
         settings = {"start_dim": (1,), "end_dim": (-1,)}
+    elif type(module) is nn.Softmax:
+        settings = {"dim": (1, -1)}
     elif type(module) not in (nn.Linear, nn.ReLU):
-        raise Unfit(f"{where} is a {type(module).__name__}, not nn.Conv2d, MaxPool2d, ReLU, Flatten or Linear itself")
+        kinds = "nn.Conv2d, MaxPool2d, ReLU, Flatten, Linear or Softmax"
+        raise Unfit(f"{where} is a {type(module).__name__}, not {kinds} itself")
     for setting, known in settings.items():
         if getattr(module, setting) not in known:
             raise Unfit(f"{where} has {setting} {getattr(module, setting)!r}")

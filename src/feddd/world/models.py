@@ -1,7 +1,7 @@
-"""The paper's networks by name and width, and any ``nn.Module`` by import path.
+"""The paper's networks by name and width, an MLP of five widths, and any ``nn.Module`` by import path.
 
-Softmax in the paper's tables is the cross-entropy on logits; convolutions of CNN2 and the heterogeneous models have
-padding 1, so that the first linear layer fits a 32 × 32 input.
+Softmax in the paper's tables is the cross-entropy on logits, unless a name ends in "+softmax". Convolutions of CNN2 and
+the heterogeneous models have padding 1, so that the first linear layer fits a 32 × 32 input.
 """
 
 from __future__ import annotations
@@ -38,14 +38,25 @@ HETEROGENEOUS = {
     ),
 }
 
+# The MLP with first hidden layers as far apart as the parameter counts of the heterogeneous models: five widths where
+# they are cheap. They are ours, not the paper's.
+FIVE_WIDTH_MLPS = {
+    "mlp-a": (250, 138, 137, 135, 107),
+    "mlp-b": (250, 100, 99, 92, 38),
+}
+
 # Kernel, padding and sub-models of every network. "NAME/4" is the network with all these widths divided by four.
 NETWORKS: dict[str, tuple[int, int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]] = {
     "mlp": (0, 0, (((), (100, 64)),)),
     "cnn1": (5, 0, (((10, 20), (50,)),)),
     "cnn2": (3, 1, (((16, 32, 64), (500, 100)),)),
     **{name: (3, 1, sub_models) for name, sub_models in HETEROGENEOUS.items()},
+    **{name: (0, 0, tuple(((), (first, 64)) for first in sizes)) for name, sizes in FIVE_WIDTH_MLPS.items()},
 }
 MODELS = tuple(NETWORKS)
+SOFTMAX = "+softmax"
+"""What a network's name ends with if its last layer is Softmax, as the paper's tables have it, under the same
+cross-entropy: the gradients are those of a softmax of a softmax."""
 
 
 def widths(name: str) -> int:
@@ -54,14 +65,14 @@ def widths(name: str) -> int:
 
 
 def known(name: str) -> bool:
-    """Whether this is one of the paper's networks, perhaps narrowed: "mlp", "heterogeneous-a/4"."""
+    """Whether this is one of our networks, perhaps narrowed: "mlp", "heterogeneous-a/4", "mlp+softmax"."""
     base, divisor = _split(name)
     return base in MODELS and divisor >= 1
 
 
 def _split(name: str) -> tuple[str, int]:
     """A network's name and what its widths are divided by; 0 for what is no such number."""
-    base, slash, divisor = name.partition("/")
+    base, slash, divisor = name.removesuffix(SOFTMAX).partition("/")
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
@@ -92,7 +103,10 @@ def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> n
     base, divisor = _split(name)
     kernel, padding, sub_models = NETWORKS[base]
     channels, hidden = ([max(1, round(size / divisor)) for size in sizes] for sizes in sub_models[width])
-    return _network(input_shape, channels, hidden, classes, kernel=kernel, padding=padding)
+    model = _network(input_shape, channels, hidden, classes, kernel=kernel, padding=padding)
+    if name.endswith(SOFTMAX):
+        model.add_module("softmax", nn.Softmax(1))
+    return model
 
 
 def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:
@@ -150,7 +164,7 @@ def _network(
     *,
     kernel: int,
     padding: int,
-) -> nn.Module:
+) -> nn.Sequential:
     """Convolutions, each with 2 × 2 pooling and ReLU, then linear layers with ReLU between."""
     inputs, height, width = input_shape
     layers: OrderedDict[str, nn.Module] = OrderedDict()
