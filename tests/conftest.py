@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -11,6 +12,10 @@ import numpy as np
 import pytest
 import rich.style  # noqa: F401 - draws from `random` when it is first imported: not inside a test, please
 import torch
+
+# Tests run side by side: the threads of one would only wait for the cores that another one has.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 # A busy machine must not fail a test; what an example costs is no property of the code.
 hypothesis.settings.register_profile("feddd", deadline=None)

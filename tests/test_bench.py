@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from feddd import FedAvg
-from feddd.benchmarks import suite
+from feddd.benchmarks import scale, suite
 from feddd.benchmarks.measuring import Figure, Settings, own_script, program, ratio, take_turns, write_work
 from feddd.errors import InputError, RunError
 from feddd.experiments.running import build_world
@@ -98,6 +98,8 @@ def test_unknown_names_are_refused_before_anything_is_measured(names, peers, mes
 
 
 @pytest.mark.slow
-def test_memory_of_the_average_does_not_grow_with_the_clients():
+def test_memory_of_the_average_does_not_grow_with_the_clients(monkeypatch):
+    monkeypatch.setattr(scale, "MANY", 200)
     (figure,) = suite.run_suite(["memory"], Settings(), lambda _: None)
-    assert figure.measured < 1.1
+    assert figure.what.startswith("averaging 200 clients")
+    assert figure.measured < 1.05  # a process of 250 MB; the 190 models more that it has seen are 446 MB

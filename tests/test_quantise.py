@@ -1,5 +1,8 @@
 """A few bits a value: unbiased, within one step, packed as said, and the same at both ends."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -130,21 +133,33 @@ METHODS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def simulations() -> Iterator[Callable[[str], list[Simulation]]]:
+    """Of a model: on one worker, with every payload sent for real, on two workers; for all methods."""
+    with ExitStack() as stack:
+
+        @cache
+        def of(model: str) -> list[Simulation]:
+            changes: dict[str, Any] = {"model": {"name": model}}
+            if model != "mlp":
+                changes["data"] = {"dataset": "synthetic-colour", "train_limit": 120}
+            world = build_world(experiment(fleet={"clients": 6}, **changes))
+            ways: list[dict[str, Any]] = [{"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}]
+            return [stack.enter_context(Simulation(world, **way)) for way in ways]
+
+        yield of
+
+
 # What sub-models change, two methods show.
+@pytest.mark.xdist_group("quantised ways")
 @pytest.mark.parametrize(
     ("name", "model"),
     [*((name, "mlp") for name in METHODS), *((name, "heterogeneous-b/16") for name in ("feedback", "some"))],
 )
-def test_workers_and_the_wire_change_nothing(name: str, model: str) -> None:
-    changes: dict[str, Any] = {"model": {"name": model}}
-    if model != "mlp":
-        changes["data"] = {"dataset": "synthetic-colour", "train_limit": 120}
-    world = build_world(experiment(fleet={"clients": 6}, **changes))
-    outcomes = []
-    for options in ({"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}):
-        with Simulation(world, **options) as simulation:  # type: ignore[arg-type]
-            outcomes.append(list(simulation.run(METHODS[name], 5)))
-    plain, *others = outcomes
+def test_workers_and_the_wire_change_nothing(
+    name: str, model: str, simulations: Callable[[str], list[Simulation]]
+) -> None:
+    plain, *others = (list(simulation.run(METHODS[name], 5)) for simulation in simulations(model))
     for other in others:
         assert [record.clients for record in other] == [record.clients for record in plain]
         assert all(torch.equal(t, other[-1].state.model[key]) for key, t in plain[-1].state.model.items())

@@ -55,10 +55,17 @@ def world():
     return build_world(experiment())
 
 
+@pytest.fixture(scope="module")
+def on_one_and_on_three(world):
+    """Simulations on one worker and on three, for all strategies."""
+    with Simulation(world, workers=1) as one, Simulation(world, workers=3) as three:
+        yield one, three
+
+
+@pytest.mark.xdist_group("any number of workers")
 @pytest.mark.parametrize("strategy", ALL, ids=lambda s: type(s).__name__)
-def test_any_number_of_workers_gives_the_same_bits(world, strategy):
-    one = records(world, strategy, workers=1)
-    three = records(world, strategy, workers=3)
+def test_any_number_of_workers_gives_the_same_bits(on_one_and_on_three, strategy):
+    one, three = (list(simulation.run(strategy, 4)) for simulation in on_one_and_on_three)
     assert [facts(record) for record in one] == [facts(record) for record in three]
     for name, tensor in one[-1].state.model.items():
         assert torch.equal(tensor, three[-1].state.model[name])
@@ -269,7 +276,7 @@ def kill(simulation, place):
 # With broadcast_every=3 a worker lost in round 6 has to repeat rounds 4 and 5; without broadcasts, all before.
 @pytest.mark.parametrize("strategy", [FedDD(broadcast_every=3), FedDD(broadcast_every=0), FedCS()], ids=str)
 def test_a_lost_worker_is_rebuilt_and_the_numbers_stay_the_same(world, strategy, caplog):
-    undisturbed = [facts(record) for record in records(world, strategy, rounds=7, workers=2)]
+    undisturbed = [facts(record) for record in records(world, strategy, rounds=7, workers=1)]
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(strategy, 7)
         disturbed = [facts(next(run)) for _ in range(5)]
@@ -281,7 +288,7 @@ def test_a_lost_worker_is_rebuilt_and_the_numbers_stay_the_same(world, strategy,
 
 def test_a_worker_lost_after_many_rounds_goes_on_from_a_snapshot(world, monkeypatch):
     monkeypatch.setattr(engine, "REPLAY", 2)
-    undisturbed = [facts(record) for record in records(world, FedDD(broadcast_every=0), rounds=6, workers=2)]
+    undisturbed = [facts(record) for record in records(world, FedDD(broadcast_every=0), rounds=6, workers=1)]
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(FedDD(broadcast_every=0), 6)
         disturbed = [facts(next(run)) for _ in range(5)]
@@ -292,7 +299,7 @@ def test_a_worker_lost_after_many_rounds_goes_on_from_a_snapshot(world, monkeypa
 
 def test_a_worker_lost_after_a_resume_goes_on_from_what_was_restored(world):
     strategy = FedDD(broadcast_every=0)
-    undisturbed = [facts(record) for record in records(world, strategy, rounds=6, workers=2)]
+    undisturbed = [facts(record) for record in records(world, strategy, rounds=6, workers=1)]
     with Simulation(world, workers=1) as simulation:
         record = list(zip(range(3), simulation.run(strategy, 6), strict=False))[-1][1]
         snapshot = simulation.snapshot(record, simulation.holding(strategy, record.state))

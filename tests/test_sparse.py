@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -187,20 +189,28 @@ def same(records: list[RoundRecord], others: list[RoundRecord]) -> bool:
     return rows and all(torch.equal(one, other) for one, other in models)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_workers_the_wire_files_and_a_resume_change_nothing(name: str, tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def simulations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Simulation]]:
+    """On one worker, with every payload sent for real, on two workers, with files; for all methods."""
     world = build_world(experiment(data={"train_limit": 240}))
+    files = {"workers": 1, "state_dir": tmp_path_factory.mktemp("states")}
+    ways: list[dict[str, Any]] = [{"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}, files]
+    with ExitStack() as stack:
+        yield [stack.enter_context(Simulation(world, **way)) for way in ways]
+
+
+@pytest.mark.xdist_group("sparse ways")
+@pytest.mark.parametrize("name", METHODS)
+def test_workers_the_wire_files_and_a_resume_change_nothing(name: str, simulations: list[Simulation]) -> None:
     method = METHODS[name]
-    with Simulation(world, workers=1) as simulation:
-        records = list(simulation.run(method, 6))
-    for options in ({"workers": 1, "wire": True}, {"workers": 2}, {"workers": 1, "state_dir": tmp_path}):
-        with Simulation(world, **options) as simulation:  # type: ignore[arg-type]
-            assert same(records, list(simulation.run(method, 6)))
-    with Simulation(world, workers=1) as simulation:
-        half = list(simulation.run(method, 3))
-        tensors, document = pack_snapshot(simulation.snapshot(half[-1], simulation.holding(method, half[-1].state)))
-        assert len(tensors["kept.residual"]) == sum(half[-1].state.last_round > 0) * simulation.units.elements
-    with Simulation(world, workers=2) as simulation:
+    records, *others = (list(simulation.run(method, 6)) for simulation in simulations)
+    assert all(same(records, other) for other in others)
+    simulation = simulations[0]
+    half = list(simulation.run(method, 3))
+    tensors, document = pack_snapshot(simulation.snapshot(half[-1], simulation.holding(method, half[-1].state)))
+    assert len(tensors["kept.residual"]) == sum(half[-1].state.last_round > 0) * simulation.units.elements
+    # In processes that have seen nothing of it
+    with Simulation(simulation.world, workers=2) as simulation:
         snapshot = unpack_snapshot(tensors, json.loads(json.dumps(document)), simulation.initial)
         assert same(records[3:], list(simulation.run(method, 6, after=snapshot)))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -295,15 +298,27 @@ def test_only_where_it_is_asked_for_outputs_are_scaled_by_the_width() -> None:
 # In the simulator
 
 
+@pytest.fixture(scope="module")
+def simulations() -> Iterator[Callable[[str], list[Simulation]]]:
+    """Of a model: on one worker, with every payload sent for real, on two workers; for all methods."""
+    with ExitStack() as stack:
+
+        @cache
+        def of(model: str) -> list[Simulation]:
+            world = build_world(experiment(model={"name": model}, data={"train_limit": 240}))
+            ways: list[dict[str, Any]] = [{"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}]
+            return [stack.enter_context(Simulation(world, **way)) for way in ways]
+
+        yield of
+
+
+@pytest.mark.xdist_group("ways of sub-models")
 @pytest.mark.parametrize("model", ["mlp", "cnn1/2"])
 @pytest.mark.parametrize("name", METHODS)
-def test_workers_and_the_wire_change_nothing(name: str, model: str) -> None:
-    world = build_world(experiment(model={"name": model}, data={"train_limit": 240}))
-    outcomes = []
-    for options in ({"workers": 1}, {"workers": 1, "wire": True}, {"workers": 2}):
-        with Simulation(world, **options) as simulation:  # type: ignore[arg-type]
-            outcomes.append(list(simulation.run(METHODS[name], 3)))
-    plain, *others = outcomes
+def test_workers_and_the_wire_change_nothing(
+    name: str, model: str, simulations: Callable[[str], list[Simulation]]
+) -> None:
+    plain, *others = (list(simulation.run(METHODS[name], 3)) for simulation in simulations(model))
     for other in others:
         assert [record.clients for record in other] == [record.clients for record in plain]
         assert all(torch.equal(t, other[-1].state.model[key]) for key, t in plain[-1].state.model.items())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from feddd.benchmarks.measuring import Figure, Settings, in_child
 
+FEW, MANY = 10, 1000
 _ROUNDS = """
 import json, os, statistics, sys, time
 from pathlib import Path
@@ -56,7 +57,7 @@ with TemporaryDirectory() as folder:
 
 
 _AVERAGE = """
-import json
+import json, sys
 from pathlib import Path
 import numpy as np, torch
 from feddd.core.aggregation import Aggregator
@@ -66,11 +67,11 @@ from feddd.world.models import build
 
 model = build("cnn2", (3, 32, 32), 10)
 table, params, rng = units(model), model.state_dict(), np.random.default_rng(0)
-aggregator, peaks = Aggregator(params, units=table), []
-for client in range(1, 1001):
+aggregator, peaks, few, many = Aggregator(params, units=table), [], *map(int, sys.argv[1:])
+for client in range(1, many + 1):
     values = {name: torch.from_numpy(rng.random(t.shape, dtype=np.float32)) for name, t in params.items()}
     aggregator.add(values, select(params, values, 0.4, selector="random", rng=rng, units=table), 1.0)
-    if client in (10, 1000):
+    if client in (few, many):
         fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         peaks.append(int(fields["VmHWM"].split()[0]))
 print(json.dumps({"peaks": peaks}))
@@ -78,10 +79,10 @@ print(json.dumps({"peaks": peaks}))
 
 
 def memory(_settings: Settings) -> Iterator[Figure]:
-    """Memory of a process that averages CNN2 over 1,000 clients, over one that averages 10."""
-    few, many = in_child(_AVERAGE)["peaks"]
-    detail = f"{many / 1e3:.0f} MB"
-    yield Figure("memory", "averaging 1,000 clients, memory over averaging 10", many / few, "×", detail=detail)
+    """Memory of a process that averages CNN2 over MANY clients, over one that averages FEW."""
+    few, many = in_child(_AVERAGE, str(FEW), str(MANY))["peaks"]
+    what, detail = f"averaging {MANY:,} clients, memory over averaging {FEW}", f"{many / 1e3:.0f} MB"
+    yield Figure("memory", what, many / few, "×", detail=detail)
 
 
 def clients(settings: Settings) -> Iterator[Figure]:

@@ -3,6 +3,7 @@
 Nothing is downloaded here: `feddd.world.fetching` brings a data set, this module only reads it.
 """
 
+import functools
 import hashlib
 import io
 import lzma
@@ -11,7 +12,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -288,8 +288,7 @@ def _read_cifar(spec: Spec, folder: Path, names: tuple[str, ...]) -> tuple[NDArr
 
 def _load_bundled(name: str, spec: Spec) -> Dataset:
     # Always verified: it is unpacked into memory anyhow, and the digest of a few MB costs milliseconds.
-    folder = resources.files("feddd.world") / spec.folder
-    content = {expected.name: _unpack(folder, expected) for expected in spec.files}
+    content = {expected.name: _unpack(spec.folder, expected) for expected in spec.files}
     images = [np.frombuffer(content[f"{part}-images-idx3-ubyte"], np.uint8, offset=16) for part in ("train", "t10k")]
     labels = [np.frombuffer(content[f"{part}-labels-idx1-ubyte"], np.uint8, offset=8) for part in ("train", "t10k")]
     train_images, test_images = (pixels.reshape(-1, *spec.image_shape) for pixels in images)
@@ -297,8 +296,9 @@ def _load_bundled(name: str, spec: Spec) -> Dataset:
     return Dataset(name, train_images, train_labels, test_images, test_labels, spec.classes, spec.mean, spec.deviation)
 
 
-def _unpack(folder: Traversable, expected: StoredFile) -> bytes:
-    packed = folder / f"{expected.name}.xz"
+@functools.cache  # a process that builds many worlds unpacks once
+def _unpack(folder: str, expected: StoredFile) -> bytes:
+    packed = resources.files("feddd.world") / folder / f"{expected.name}.xz"
     try:
         content = lzma.decompress(packed.read_bytes())
         fault = _fault(expected, len(content), io.BytesIO(content), verify=True)
