@@ -24,8 +24,8 @@ from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
 from feddd.simulation.training import Samples, Training, gather_images
 from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, mapped
 from feddd.strategies.protocol import Task
-from feddd.wire.exchange import Known
 from feddd.wire.format import coverage_size
+from feddd.wire.stage import Known
 from feddd.world import datasets, models
 from feddd.world.fleets import Devices
 from worlds import experiment

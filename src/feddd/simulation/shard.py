@@ -33,7 +33,8 @@ from feddd.simulation.watch import Watch
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
-from feddd.wire.exchange import Arrived, At, ClientState, Known, decode, encode, through_bytes
+from feddd.wire.exchange import Arrived, decode, encode, through_bytes
+from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -239,25 +240,8 @@ class Shard:
             states = [state for state, ok in zip(states, fine, strict=True) if ok]
             if not tasks:
                 return uploads
-        at = At(
-            table,
-            [task.client for task in tasks],
-            number,
-            self.spec.seed,
-            known,
-            [task.down.mask for task in tasks],
-            before,
-            trained.after,
-            width.coverage,
-            wire=self.spec.wire or any(fault_of(task) for task in tasks),
-        )
-        chains = [task.up for task in tasks]
-        update, states = encode(chains, states, at)
-        if self.spec.wire:
-            update = through_bytes(chains, update, table)
-        arrived = decode(chains[0], update, at)
-        for task, state in zip(tasks, states, strict=True):
-            self._states.put(task.client, state)
+        at = self._at(number, tasks, width, known, before, trained)
+        update, arrived = self._exchange(tasks, states, at)
         watch.lap("selection")
         answered = self._uploads(tasks, trained, arrived, table, sizes)
         after = trained.after
@@ -272,6 +256,39 @@ class Shard:
                 full.add_stack(after, None, weights, table)
         watch.lap("sums")
         return uploads + answered
+
+    def _at(
+        self,
+        number: int,
+        tasks: Sequence[Task],
+        width: _Width,
+        known: Known,
+        before: dict[str, Tensor],
+        trained: Trained,
+    ) -> At:
+        """Return where some trained clients stand."""
+        return At(
+            width.units,
+            [task.client for task in tasks],
+            number,
+            self.spec.seed,
+            known,
+            [task.down.mask for task in tasks],
+            before,
+            trained.after,
+            width.coverage,
+            wire=self.spec.wire or any(fault_of(task) for task in tasks),
+        )
+
+    def _exchange(self, tasks: Sequence[Task], states: Sequence[ClientState], at: At) -> tuple[Update, Arrived]:
+        """Return what some clients send and what the server makes of it; what they keep is remembered."""
+        chains = [task.up for task in tasks]
+        update, kept = encode(chains, states, at)
+        if self.spec.wire:
+            update = through_bytes(chains, update, at.table)
+        for task, state in zip(tasks, kept, strict=True):
+            self._states.put(task.client, state)
+        return update, decode(chains[0], update, at)
 
     def _local(self, number: int, task: Task) -> Local:
         first, end = self.spec.samples[task.client]
