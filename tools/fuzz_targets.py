@@ -192,7 +192,7 @@ def _record() -> Target:
     from feddd.flower.records import ORDER, Order, RecordError, read_record, write_record
 
     content = RecordDict()
-    write_record(content, ORDER, Order("train", 3, "a", "b", 0.25, "delta", ("fc3",), 7, 2, True, False))
+    write_record(content, ORDER, Order("train", 3, "a", "b", seed=7, place=2, coverage=True, covered=False))
 
     def read(fields: dict[str, Any]) -> None:
         assert isinstance(read_record(RecordDict({ORDER: ConfigRecord(fields)}), ORDER, Order), Order)
@@ -206,7 +206,7 @@ def _report() -> Target:
     import torch
 
     import feddd
-    from feddd.flower.checks import read_introduction, read_report, read_upload
+    from feddd.flower.checks import read_answer, read_introduction, read_report
     from feddd.flower.names import ConfigRecord, RecordDict
     from feddd.flower.records import REPORT, RecordError, Report, write_payload, write_record
     from feddd.strategies.checks import Limits, Refused
@@ -221,7 +221,7 @@ def _report() -> Target:
     def read(fields: dict[str, Any]) -> None:
         content[REPORT] = ConfigRecord(fields)
         read_introduction(content, 1, Limits())
-        found = read_upload(content, read_report(content), Task(0), table, Limits())
+        found = read_answer(content, read_report(content), Task(0), table, Limits())
         assert 1 <= found.report.samples <= Limits().samples
         assert 0.0 <= found.report.train_loss <= Limits().loss
 
