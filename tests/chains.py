@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.units import Params, Units, units
-from feddd.wire.exchange import At, Known, Stage
+from feddd.wire.difference import Difference, Feedback
 from feddd.wire.format import pack_mask
-from feddd.wire.stages import Bits, Blocks, Difference, Feedback, Given, Select, Ternary, TopK
+from feddd.wire.quantised import Bits, Ternary
+from feddd.wire.select import Blocks, Given, Select, TopK
+from feddd.wire.stage import At, Known, Stage
 
 
 class Net(nn.Module):

@@ -19,9 +19,12 @@ from chains import (
 )
 from feddd.core.units import units
 from feddd.wire.chosen import one
-from feddd.wire.exchange import At, Chain, Known, chain, decode, encode, payload_sizes, read, through_bytes, write
+from feddd.wire.difference import Difference, Feedback
+from feddd.wire.exchange import Chain, chain, decode, encode, payload_sizes, read, through_bytes, write
 from feddd.wire.format import PayloadError, pack_mask
-from feddd.wire.stages import Bits, Blocks, Difference, Feedback, Given, Select, Ternary, TopK
+from feddd.wire.quantised import Bits, Ternary
+from feddd.wire.select import Blocks, Given, Select, TopK
+from feddd.wire.stage import At, Known
 
 every_chain = pytest.mark.parametrize(("model", "base", "chooser", "writer"), COMBINATIONS)
 

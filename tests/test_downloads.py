@@ -12,7 +12,8 @@ from chains import TABLES, equal, model_of, some_units
 from feddd.wire.chosen import one
 from feddd.wire.down import Moves, Reference, Sending, SubModel, Values, over_the_wire, prepare, reference_after
 from feddd.wire.exchange import Chain, chain, payload_sizes, read
-from feddd.wire.stages import Bits, Ternary, TopK
+from feddd.wire.quantised import Bits, Ternary
+from feddd.wire.select import TopK
 
 TABLE = TABLES["statistics"]
 WHOLE = feddd.payload_size(TABLE.full_mask(), model_of(TABLE, 0), units=TABLE)

@@ -14,10 +14,13 @@ from feddd.experiments.config import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.eden import Eden as EdenMethod
+from feddd.wire.difference import Difference, Feedback
 from feddd.wire.eden import BLOCK, CENTROIDS, Eden, block_sizes, compress, hadamard, restore
-from feddd.wire.exchange import At, Chain, Known, Update, chain, encode, payload_sizes, read, through_bytes, write
+from feddd.wire.exchange import Chain, chain, encode, payload_sizes, read, through_bytes, write
 from feddd.wire.format import PayloadError
-from feddd.wire.stages import Bits, Blocks, Difference, Feedback, Select, TopK
+from feddd.wire.quantised import Bits
+from feddd.wire.select import Blocks, Select, TopK
+from feddd.wire.stage import At, Known, Update
 from worlds import experiment
 
 NET = torch.nn.Sequential(torch.nn.Linear(70, 60), torch.nn.Linear(60, 9))

@@ -14,7 +14,7 @@ from feddd.core.units import Units, units
 from feddd.strategies.feddd import FedDD, contribution
 from feddd.strategies.protocol import Fleet, ServerState, Upload, start
 from feddd.wire.exchange import chain
-from feddd.wire.stages import Select
+from feddd.wire.select import Select
 from feddd.world import models
 from test_protocol import chosen, fleet_of, state_of
 

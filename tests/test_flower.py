@@ -41,7 +41,8 @@ from feddd.wire.carrying import HELD_NUMBER, TOLD_COVERAGE, held_reference
 from feddd.wire.documents import chain_text, down_text, read_chain, read_down, vocabulary
 from feddd.wire.down import Moves
 from feddd.wire.exchange import chain
-from feddd.wire.stages import MASK, OWN, Bits, Select
+from feddd.wire.quantised import Bits
+from feddd.wire.select import MASK, OWN, Select
 from flower_apps import client_app
 from flower_grid import MemoryGrid
 from worlds import experiment

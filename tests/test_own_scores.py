@@ -15,7 +15,7 @@ from feddd.errors import InputError
 from feddd.experiments.config import parse_experiment
 from feddd.strategies.feddd import FedDD
 from feddd.wire.exchange import chain
-from feddd.wire.stages import Select
+from feddd.wire.select import Select
 from worlds import experiment
 
 NET = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))

@@ -25,10 +25,12 @@ from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.protocol import Plan, Task, check_plan, digest
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
+from feddd.wire.difference import Difference
 from feddd.wire.down import Moves, SubModel, Values
 from feddd.wire.exchange import chain
 from feddd.wire.format import pack_mask
-from feddd.wire.stages import Bits, Blocks, Difference
+from feddd.wire.quantised import Bits
+from feddd.wire.select import Blocks
 from worlds import experiment
 
 METHODS: dict[str, Any] = {

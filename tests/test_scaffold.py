@@ -21,7 +21,8 @@ from feddd.strategies.protocol import draw_clients
 from feddd.strategies.scaffold import CONTROL, SCAFFOLD, ControlVariates
 from feddd.strategies.with_rules import Momentum, WithRules
 from feddd.wire.chosen import everything, zeros
-from feddd.wire.exchange import Update, chain, write
+from feddd.wire.exchange import chain, write
+from feddd.wire.stage import Update
 from feddd.world.models import build
 from worlds import experiment
 

@@ -26,8 +26,8 @@ from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, ma
 from feddd.strategies.fedprox import FedProx
 from feddd.strategies.protocol import Task
 from feddd.strategies.scaffold import SCAFFOLD
-from feddd.wire.exchange import Known
 from feddd.wire.format import coverage_size
+from feddd.wire.stage import Known
 from feddd.world import datasets, models
 from feddd.world.fleets import Devices
 from worlds import experiment

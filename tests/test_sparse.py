@@ -24,11 +24,12 @@ from feddd.simulation.snapshot import pack_snapshot, unpack_snapshot
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
-from feddd.wire import stages
+from feddd.wire import difference, quantised, select
 from feddd.wire.chosen import flat
-from feddd.wire.exchange import At, Chain, Known, Update, chain, decode, encode, payload_sizes, read, write
+from feddd.wire.exchange import Chain, chain, decode, encode, payload_sizes, read, write
 from feddd.wire.format import PayloadError, most_bytes
 from feddd.wire.sparse import golomb_bits, greatest_count
+from feddd.wire.stage import At, Known, Update
 from worlds import experiment
 
 TABLE = units({"a.weight": torch.zeros(5, 9), "a.bias": torch.zeros(5)})
@@ -50,7 +51,7 @@ def table_of(elements: int) -> Units:
 
 
 def sparse(share: float, ternary: bool) -> Chain:
-    return chain(stages.TopK(share), *([stages.Ternary()] if ternary else []))
+    return chain(select.TopK(share), *([quantised.Ternary()] if ternary else []))
 
 
 def sent(vector: NDArray[np.float32], line: Chain) -> tuple[Update, Units]:
@@ -153,7 +154,10 @@ def test_damaged_sparse_payloads_are_refused() -> None:
 
 @pytest.mark.parametrize("ternary", [False, True])
 def test_nothing_of_an_update_is_lost_it_is_sent_or_kept(ternary: bool) -> None:
-    line, rng = chain(stages.Difference(), stages.Feedback(), *sparse(0.2, ternary).stages), np.random.default_rng(0)
+    line, rng = (
+        chain(difference.Difference(), difference.Feedback(), *sparse(0.2, ternary).stages),
+        np.random.default_rng(0),
+    )
     updates, arrived = np.zeros((2, TABLE.elements)), np.zeros((2, TABLE.elements))
     states: list[Any] = [{}, {}]
     for number in range(1, 5):

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from feddd.core.units import Mask, Params, Units, units
 from feddd.wire.chosen import ChosenUnits, one
 from feddd.wire.down import Values
-from feddd.wire.exchange import At, ClientState, Known, chain, encode
+from feddd.wire.exchange import chain, encode
 from feddd.wire.format import pack_mask
-from feddd.wire.stages import MASK, OWN, Select, split_mask
+from feddd.wire.select import MASK, OWN, Select, split_mask
+from feddd.wire.stage import At, ClientState, Known
 
 
 class Net(nn.Module):

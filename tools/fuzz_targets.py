@@ -312,9 +312,10 @@ def _store(work: Path) -> Target:
     import feddd
     from feddd.flower.store import ClientStore
     from feddd.wire.carrying import HELD, HELD_NUMBER, TOLD_COVERAGE, held_reference
+    from feddd.wire.difference import RESIDUAL
     from feddd.wire.down import Values
     from feddd.wire.format import pack_mask
-    from feddd.wire.stages import MASK, OWN, RESIDUAL, split_mask
+    from feddd.wire.select import MASK, OWN, split_mask
 
     like = {"fc.weight": torch.ones(4, 2), "fc.bias": torch.zeros(4)}
     table = feddd.units(like)

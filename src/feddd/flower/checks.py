@@ -11,8 +11,8 @@ from feddd.flower.records import REPORT, RecordError, Report, read_payload, read
 from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.carrying import most_upload_bytes
-from feddd.wire.exchange import Update
 from feddd.wire.format import PayloadError
+from feddd.wire.stage import Update
 
 
 @dataclass(frozen=True)

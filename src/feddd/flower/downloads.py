@@ -10,7 +10,7 @@ from feddd.core.submodel import prefix
 from feddd.core.units import frozen_digest, units
 from feddd.wire.carrying import MOVES_KEPT
 from feddd.wire.down import Sending
-from feddd.wire.exchange import Update
+from feddd.wire.stage import Update
 
 
 def frozen_digests(model: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> list[str]:

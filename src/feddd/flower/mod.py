@@ -43,9 +43,10 @@ from feddd.flower.store import ClientStore, run_of
 from feddd.wire.carrying import TOLD_COVERAGE, Basis, Received, read_download
 from feddd.wire.documents import Vocabulary, read_chain, read_down, vocabulary
 from feddd.wire.down import whole_bytes
-from feddd.wire.exchange import At, encode, write
+from feddd.wire.exchange import encode, write
 from feddd.wire.format import coverage_size, decode_coverage, pack_mask
-from feddd.wire.stages import MASK, split_mask
+from feddd.wire.select import MASK, split_mask
+from feddd.wire.stage import At
 
 MakeModel = Callable[[], nn.Module]
 T = TypeVar("T")

@@ -46,7 +46,7 @@ from feddd.strategies.saving import CannotBeSaved
 from feddd.wire.carrying import known_at_server, own_model, write_download
 from feddd.wire.documents import chain_text, down_text
 from feddd.wire.down import prepare, reference_after
-from feddd.wire.exchange import At, Update, decode
+from feddd.wire.exchange import decode
 from feddd.wire.format import (
     coverage_size,
     droppable_bytes,
@@ -54,6 +54,7 @@ from feddd.wire.format import (
     encode_coverage,
     fixed_bytes,
 )
+from feddd.wire.stage import At, Update
 
 
 class Server:

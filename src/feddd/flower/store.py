@@ -15,7 +15,7 @@ from safetensors.torch import save
 from feddd.core.units import Units
 from feddd.files import write_atomically
 from feddd.wire.carrying import is_sound
-from feddd.wire.exchange import ClientState
+from feddd.wire.stage import ClientState
 
 FORMAT = "3"
 

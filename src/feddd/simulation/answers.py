@@ -13,10 +13,11 @@ from feddd.simulation.faults import GONE
 from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import with_one
-from feddd.wire.exchange import Arrived, At, Chain, Update, decode, write
+from feddd.wire.exchange import Arrived, Chain, decode, write
 from feddd.wire.format import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask
 from feddd.wire.local import vector_bytes
-from feddd.wire.stages import Given
+from feddd.wire.select import Given
+from feddd.wire.stage import At, Update
 
 ABSENT = ("lost", GONE, "late")
 """Clients that never send anything; what they would have trained is of no use."""

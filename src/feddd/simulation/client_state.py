@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.wire.exchange import ClientState
+from feddd.wire.stage import ClientState
 
 StateArrays = Mapping[str, NDArray[np.generic]]
 """A client's state as arrays, which travel between processes."""

@@ -33,7 +33,7 @@ from feddd.simulation.watch import Watch
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
-from feddd.wire.exchange import Arrived, At, ClientState, Known, decode, encode, through_bytes
+from feddd.wire.exchange import Arrived, decode, encode, through_bytes
 from feddd.wire.local import (
     LocalRound,
     Vectors,
@@ -42,6 +42,7 @@ from feddd.wire.local import (
     vector_bytes,
     vector_through_bytes,
 )
+from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -270,26 +271,10 @@ class Shard:
             if not tasks:
                 return uploads
         states, vectors = finish_rules([task.local for task in tasks], local, trained.after)
-        at = At(
-            table,
-            [task.client for task in tasks],
-            number,
-            self.spec.seed,
-            known,
-            [task.down.mask for task in tasks],
-            local.before,
-            trained.after,
-            width.coverage,
-            wire=self.spec.wire or any(fault_of(task) for task in tasks),
-        )
-        chains = [task.up for task in tasks]
-        update, states = encode(chains, states, at)
         if self.spec.wire:
-            update = through_bytes(chains, update, table)
             vectors = {name: vector_through_bytes(own, table) for name, own in vectors.items()}
-        arrived = decode(chains[0], update, at)
-        for task, state in zip(tasks, states, strict=True):
-            self._states.put(task.client, state)
+        at = self._at(number, tasks, width, known, local.before, trained)
+        update, arrived = self._exchange(tasks, states, at)
         watch.lap("selection")
         answered = self._uploads(tasks, trained, arrived, table, sizes)
         after = trained.after
@@ -315,6 +300,39 @@ class Shard:
         training = self.spec.training
         steps = [training.epochs * -(-self._count(task.client) // training.batch_size) for task in tasks]
         return LocalRound(table, before, states, vectors, torch.tensor(steps), training.learning_rate)
+
+    def _at(
+        self,
+        number: int,
+        tasks: Sequence[Task],
+        width: _Width,
+        known: Known,
+        before: Params,
+        trained: Trained,
+    ) -> At:
+        """Return where some trained clients stand."""
+        return At(
+            width.units,
+            [task.client for task in tasks],
+            number,
+            self.spec.seed,
+            known,
+            [task.down.mask for task in tasks],
+            before,
+            trained.after,
+            width.coverage,
+            wire=self.spec.wire or any(fault_of(task) for task in tasks),
+        )
+
+    def _exchange(self, tasks: Sequence[Task], states: Sequence[ClientState], at: At) -> tuple[Update, Arrived]:
+        """Return what some clients send and what the server makes of it; what they keep is remembered."""
+        chains = [task.up for task in tasks]
+        update, kept = encode(chains, states, at)
+        if self.spec.wire:
+            update = through_bytes(chains, update, at.table)
+        for task, state in zip(tasks, kept, strict=True):
+            self._states.put(task.client, state)
+        return update, decode(chains[0], update, at)
 
     def _local(self, number: int, task: Task) -> Local:
         first, end = self.spec.samples[task.client]

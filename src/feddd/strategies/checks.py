@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from feddd.core.units import Units
 from feddd.strategies.protocol import Task
-from feddd.wire.exchange import Update, read
+from feddd.wire.exchange import read
+from feddd.wire.stage import Update
 
 PATIENCE = 10.0
 """A round below its quorum goes on after the deadline, for so many deadlines at most."""

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, Upload, check_share, digest, draw_clients
+from feddd.wire.difference import Difference
 from feddd.wire.eden import Eden as Rotated
 from feddd.wire.exchange import chain
-from feddd.wire.stages import Difference
 
 
 @dataclass(frozen=True)

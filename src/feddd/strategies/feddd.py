@@ -39,7 +39,7 @@ from feddd.strategies.protocol import (
     value_stages,
 )
 from feddd.wire.exchange import Chain, chain
-from feddd.wire.stages import Select
+from feddd.wire.select import Select
 
 RATES = ("differential", "uniform")
 DOWNLOADS = ("paper", "fixed")

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
 from feddd.core.units import Units
+from feddd.wire.difference import Difference
+from feddd.wire.difference import Feedback as ErrorFeedback
 from feddd.wire.down import Down, Moves, Reference, Values
-from feddd.wire.exchange import EVERYTHING, Chain, Stage, chain
+from feddd.wire.exchange import EVERYTHING, Chain, chain
 from feddd.wire.format import VALUE_BYTES, droppable_bytes, fixed_bytes
 from feddd.wire.local import Rule, Vectors
 from feddd.wire.quantise import BITS, FLOAT_BITS
-from feddd.wire.stages import Bits, Difference
-from feddd.wire.stages import Feedback as ErrorFeedback
+from feddd.wire.quantised import Bits
+from feddd.wire.stage import Stage
 
 Floats = NDArray[np.float64]
 Feedback = Literal["none", "rounded", "all"]

@@ -15,8 +15,8 @@ from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload
 from feddd.strategies.with_rules import WithRules
 from feddd.wire.chosen import flat, unflat
-from feddd.wire.exchange import ClientState
 from feddd.wire.local import LocalRound, Memory, Rule, Vectors
+from feddd.wire.stage import ClientState
 
 CONTROL = "control"
 """The name of the server's control variate c, and of a client's own c_i among what it keeps."""

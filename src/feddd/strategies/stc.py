@@ -18,9 +18,11 @@ from feddd.strategies.protocol import (
     digest,
     draw_clients,
 )
+from feddd.wire.difference import Difference, Feedback
 from feddd.wire.down import Moves
 from feddd.wire.exchange import chain
-from feddd.wire.stages import Difference, Feedback, Ternary, TopK
+from feddd.wire.quantised import Ternary
+from feddd.wire.select import TopK
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from feddd.wire.down import SubModel
 from feddd.wire.exchange import chain
 from feddd.wire.format import pack_masks
 from feddd.wire.local import Scaler
-from feddd.wire.stages import Blocks
+from feddd.wire.select import Blocks
 
 ASSIGNMENTS = ("capacity", "round-robin")
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)

@@ -18,10 +18,10 @@ from feddd.strategies.protocol import (
     digest,
     draw_clients,
 )
+from feddd.wire.difference import Difference
+from feddd.wire.difference import Feedback as ErrorFeedback
 from feddd.wire.exchange import chain
-from feddd.wire.stages import Difference
-from feddd.wire.stages import Feedback as ErrorFeedback
-from feddd.wire.stages import TopK as Greatest
+from feddd.wire.select import TopK as Greatest
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from torch import Tensor
 from feddd.core.submodel import slice_model
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import flat, one, unflat
+from feddd.wire.difference import RESIDUAL
 from feddd.wire.down import Down, Moves, Sending, coding_of, moved, whole_bytes
-from feddd.wire.exchange import EVERYTHING, At, Chain, ClientState, Known, Update, encode, read, write
+from feddd.wire.exchange import EVERYTHING, Chain, encode, read, write
 from feddd.wire.format import PayloadError
-from feddd.wire.stages import MASK, OWN, RESIDUAL
+from feddd.wire.select import MASK, OWN
+from feddd.wire.stage import At, ClientState, Known, Update
 
 PAYLOAD, REFERENCE, MOVE = "payload", "reference", "move"
 """The parts of a download, by name; moves have their number behind it."""

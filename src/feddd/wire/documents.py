@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from feddd.wire.difference import Difference, Feedback
 from feddd.wire.down import Down, Moves, SubModel, Values
-from feddd.wire.exchange import Chain, Stage
-from feddd.wire.stages import Bits, Blocks, Difference, Feedback, Given, Select, Ternary, TopK
+from feddd.wire.exchange import Chain
+from feddd.wire.quantised import Bits, Ternary
+from feddd.wire.select import Blocks, Given, Select, TopK
+from feddd.wire.stage import Stage
 
 BUILT_IN: tuple[type[Stage], ...] = (Select, Given, Blocks, TopK, Difference, Feedback, Bits, Ternary)
 _DOWNS: dict[str, type[Any]] = {"values": Values, "sub-model": SubModel, "moves": Moves}

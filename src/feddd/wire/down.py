@@ -22,22 +22,11 @@ from torch import Tensor
 from feddd.core.stacks import put_stack
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import ChosenUnits, one
-from feddd.wire.exchange import (
-    EVERYTHING,
-    At,
-    Chain,
-    ClientState,
-    Known,
-    Update,
-    chain,
-    encode,
-    payload_sizes,
-    read,
-    write,
-)
+from feddd.wire.exchange import EVERYTHING, Chain, chain, encode, payload_sizes, read, write
 from feddd.wire.format import pack_mask, unpack_mask
 from feddd.wire.format import payload_sizes as mask_sizes
-from feddd.wire.stages import MASK, OWN, Blocks, Given, blocks_of
+from feddd.wire.select import MASK, OWN, Blocks, Given, blocks_of
+from feddd.wire.stage import At, ClientState, Known, Update
 
 
 @dataclass(frozen=True)

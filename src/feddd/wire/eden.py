@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from feddd.core.units import Units
 from feddd.wire.chosen import Ints
-from feddd.wire.exchange import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
 from feddd.wire.format import VALUE_BYTES, PayloadError
+from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
 
 Vector = NDArray[np.float32]
 

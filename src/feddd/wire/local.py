@@ -18,7 +18,8 @@ from torch import Tensor
 
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import everything, some
-from feddd.wire.exchange import ClientState, Update, chain, through_bytes
+from feddd.wire.exchange import chain, through_bytes
+from feddd.wire.stage import ClientState, Update
 
 Memory = Mapping[str, Tensor]
 """What a rule remembers from one step of training to the next: tensors by name, [clients, …]."""
