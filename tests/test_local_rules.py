@@ -179,6 +179,8 @@ def test_any_strategy_takes_rules_from_its_toml_and_gives_them_back() -> None:
         ([{"name": "weight-decay", "rate": -1}], "rate must be finite and at least 0"),
         ([{"name": "proximal", "mu": "much"}], "mu: should be a valid number"),
         ("momentum", "local takes rules with their names"),
+        ([{"name": ["a:b"]}], "local takes rules with their names"),
+        ([{"name": "feddd:FedAvg"}], "'feddd:FedAvg' makes a FedAvg, not a rule of local training"),
         ([{"beta": 0.5}], "local takes rules with their names"),
         ([{"name": "test_local_rules:Slower", "speed": 1}], "rule 'test_local_rules:Slower' cannot be made"),
     ],

@@ -33,6 +33,7 @@ from feddd.strategies.server_optimizers import FedAdam, FedAvgM, WithServerOptim
 from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
 from feddd.strategies.with_rules import Momentum, WeightDecay, WithRules
+from feddd.wire.local import Rule
 from feddd.world.models import MODELS, SOFTMAX, import_object, known
 
 COMPARED: Mapping[str, Any] = {"feddd": FedDD, "fedavg": FedAvg, "fedcs": FedCS, "oort": Oort}
@@ -439,20 +440,24 @@ def _plain(hint: Any) -> Any:
 
 def _checked_rules(given: Any) -> list[dict[str, Any]]:
     """Return rules of local training with all of their settings."""
-    if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) and "name" in one for one in given):
+    tables = isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given)
+    if not tables or not all(isinstance(one.get("name"), str) for one in given):
         raise ValueError('local takes rules with their names: local = [{ name = "momentum", beta = 0.9 }]')
     found = []
     for one in given:
         name = one["name"]
-        if ":" not in str(name) and name not in RULES:
-            raise ValueError(f"local: unknown rule {name!r}; {nearest(str(name), (*RULES, IMPORT_PATH))}")
+        if ":" not in name and name not in RULES:
+            raise ValueError(f"local: unknown rule {name!r}; {nearest(name, (*RULES, IMPORT_PATH))}")
         found.append(dict(one) if ":" in name else {"name": name, **dataclasses.asdict(_rule(one))})
     return found
 
 
 def _rule(given: Mapping[str, Any]) -> Any:
     name = given["name"]
-    return construct(name, {key: value for key, value in given.items() if key != "name"}, RULES, "rule")
+    made = construct(name, {key: value for key, value in given.items() if key != "name"}, RULES, "rule")
+    if not isinstance(made, Rule):
+        raise ValueError(f"{name!r} makes a {type(made).__name__}, not a rule of local training")
+    return made
 
 
 def _without_none(value: Any) -> Any:
