@@ -81,7 +81,7 @@ def test_a_toml_names_it_and_keeps_the_name() -> None:
 )
 def test_what_is_no_score_is_one_line(selector: object, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        parse_experiment({"strategy": [{"name": "feddd", "selector": selector}]})
+        parse_experiment({"strategy": [{"name": "feddd", "selector": selector}]}).strategy[0].build()
     assert "\n" not in str(caught.value)
 
 

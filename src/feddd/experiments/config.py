@@ -255,8 +255,8 @@ class StrategySection(BaseModel):
             return section | options
         if name not in BUILT_IN:
             raise ValueError(f"unknown strategy {name!r}; {nearest(name, (*BUILT_IN, IMPORT_PATH))}")
-        # What was imported stays the path that names it.
-        paths = {key: value for key, value in options.items() if key in _imported(BUILT_IN[name], options)}
+        # What is to be imported stays the path that names it: where modules are looked for is not known yet.
+        paths = {key: options.pop(key) for key in _imported(BUILT_IN[name], options)}
         return section | dataclasses.asdict(construct(name, options)) | paths
 
     @property
