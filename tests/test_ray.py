@@ -16,7 +16,7 @@ from worlds import experiment
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def world():
 
 
 def test_ray_gives_the_same_bits_as_local_processes(cluster, world):
-    with Simulation(world, workers=2) as local:
+    with Simulation(world, workers=1) as local:
         expected = list(local.run(FedDD(broadcast_every=3), 4))
     with Simulation(world, workers=2, engine="ray") as simulation:
         found = list(simulation.run(FedDD(broadcast_every=3), 4))
@@ -44,7 +44,7 @@ def test_ray_gives_the_same_bits_as_local_processes(cluster, world):
 
 
 def test_a_killed_actor_is_rebuilt_and_the_numbers_stay_the_same(cluster, world, caplog):
-    with Simulation(world, workers=2) as local:
+    with Simulation(world, workers=1) as local:
         expected = [facts(record) for record in local.run(FedDD(broadcast_every=4), 6)]
     with Simulation(world, workers=2, engine="ray") as simulation:
         run = simulation.run(FedDD(broadcast_every=4), 6)
