@@ -19,7 +19,6 @@ from feddd.experiments.loading import presets
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.xdist_group("readme")  # its runs are made once
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md"]
 
 
