@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from feddd import load_experiment
-from feddd.experiments.config import BUILT_IN, Experiment, FaultsSection, construct
+from feddd.experiments.config import Experiment, FaultsSection
+from feddd.experiments.methods import BUILT_IN, construct
 from feddd.experiments.presets import presets
 
 FILE = Path(__file__).with_name("presets.json")

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import norm
 
 from feddd.core.units import units
-from feddd.experiments.config import construct
+from feddd.experiments.methods import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.eden import Eden as EdenMethod

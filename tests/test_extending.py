@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import feddd
-from feddd.wire import local
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 EXAMPLES = re.findall(r"```python\n# (\w+)\.py\n(.*?)```\n\n```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
@@ -42,8 +41,6 @@ def test_every_block_of_code_is_an_example_of_less_than_forty_lines() -> None:
 def test_an_example_runs_and_its_bytes_are_those_that_are_charged(
     name: str, code: str, strategy: str, tmp_path: Path
 ) -> None:
-    if name == "my_rule" and not hasattr(local, "LocalRound"):
-        pytest.skip("rules do not change steps yet")
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     (tmp_path / "experiment.toml").write_text(TINY + strategy, encoding="utf-8")
     plain, written = (

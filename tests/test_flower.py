@@ -17,7 +17,7 @@ from torch import nn
 
 from feddd import FedAvg, FedCS, FedDD, Oort
 from feddd.errors import InputError, RunError
-from feddd.experiments.config import construct
+from feddd.experiments.methods import construct
 from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, FixedLinks, Link, MeasuredLinks, RoundFacts, feddd_mod
 from feddd.flower.checkpoint import load_checkpoint, save_checkpoint

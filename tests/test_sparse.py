@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from feddd.core.units import Units, units
 from feddd.errors import RunError
-from feddd.experiments.config import construct
+from feddd.experiments.methods import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import RoundRecord, Simulation
 from feddd.simulation.snapshot import pack_snapshot, unpack_snapshot

@@ -18,7 +18,7 @@ import feddd
 from feddd.core.aggregation import Aggregator, add_sums
 from feddd.core.units import Mask, Units, units
 from feddd.errors import InputError
-from feddd.experiments.config import construct
+from feddd.experiments.methods import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.simulation.trainers import make_trainer

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError, nearest
-from feddd.experiments.config import COMPARED, UNNAMED, Experiment, parse_experiment
+from feddd.experiments.config import UNNAMED, Experiment, parse_experiment
+from feddd.experiments.methods import COMPARED
 from feddd.experiments.presets import presets
 from feddd.files import parse_toml, read_text
 from feddd.world.models import import_from

@@ -190,12 +190,9 @@ class Server:
         check_plan(plan, len(fleet))
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
-        downs = [task.down for task in plan.tasks]
-        sent = prepare(
-            *(downs, state.model, state.reference, len(state.masks), self._tables[0]),
-            round=plan.round,
-            seed=self._seed,
-        )
+        downs, table = [task.down for task in plan.tasks], self._tables[0]
+        known = state.model, state.reference, len(state.masks)
+        sent = prepare(downs, *known, table, round=plan.round, seed=self._seed)
         self._moves = with_move(self._moves, sent)
         self._expect_attempts().plan()
         self.pending = Pending(plan, {client: nodes[client] for client in tasks}, tasks, {}, time.monotonic(), sent)
@@ -209,10 +206,7 @@ class Server:
         needed = self._needs_coverage(task, number)
         tells = task.coverage or (needed and client not in self._told)
         rules = {name: value for rule in task.local for name, value in rule.config.items()}
-        payloads, basis = write_download(
-            *(pending.sent, task.down, client, table, self._tables[0]),
-            self._moves,
-        )
+        payloads, basis = write_download(pending.sent, task.down, client, table, self._tables[0], self._moves)
         order = Order(
             "train",
             round=number,

@@ -22,7 +22,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from feddd.experiments.config import Experiment, construct
+from feddd.experiments.config import Experiment
+from feddd.experiments.methods import construct
 from feddd.experiments.results import CHECKPOINTS, SCHEMAS, Results, load_results, summarise
 from feddd.experiments.running import build_world, write_strategy
 from feddd.files import portable_name

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from feddd.experiments.config import COMPARED
 from feddd.experiments.figures import draw_accuracy, draw_classes, draw_targets
+from feddd.experiments.methods import COMPARED
 from feddd.experiments.plotting import look, note, panel_grid
 from feddd.paper.catalogue import PaperFigure
 from feddd.paper.motivation import LabelShare, loss_by_width

@@ -9,179 +9,27 @@ into the weights, or where rules change it (see `wire.local`) into a stack of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from feddd.core.units import Params
+from feddd.simulation.layers import (
+    Layer,
+    Pair,
+    StackedConv,
+    StackedFlatten,
+    StackedLinear,
+    StackedPool,
+    StackedReLU,
+    StackedScale,
+    StackedSoftmax,
+)
 from feddd.simulation.training import Local, Samples, Train, Trained, Training, batches, gather_images
 from feddd.wire.local import Stepping, change_gradients
-
-Pair = tuple[int, int]
-
-
-class Layer(Protocol):
-    """One layer of S clients. Images go through as [batch, S · channels, height, width], features as [S, batch, …]."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The outputs; remembers what `backward` needs."""
-        ...
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        """Take a step of this size against the gradient, and pass it on to the inputs.
-
-        first: nothing below learns, so that nobody needs the inputs' gradient
-        """
-        ...
-
-
-@dataclass
-class _Linear:
-    """weight: [S, outputs, inputs]    bias: [S, outputs]    into: where the steps go, weight and bias"""
-
-    weight: Tensor
-    bias: Tensor
-    into: tuple[Tensor, Tensor]
-    inputs: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._turned, self._row = self.weight.transpose(1, 2), self.bias.unsqueeze(1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.inputs = inputs
-        # Adding afterwards is quicker than `baddbmm`, which first writes the bias to every row.
-        return torch.bmm(inputs, self._turned).add_(self._row)
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        below = gradient if first else torch.bmm(gradient, self.weight)
-        weight, bias = self.into
-        weight.baddbmm_(gradient.transpose(1, 2), self.inputs, alpha=-step)
-        bias.add_(gradient.sum(1), alpha=-step)
-        return below
-
-
-@dataclass
-class _Conv:
-    """weight: [S · outputs, inputs, height, width], a pixel's channels together    bias: [S · outputs]
-
-    into: where the steps go, weight and bias
-    """
-
-    weight: Tensor
-    bias: Tensor
-    into: tuple[Tensor, Tensor]
-    clients: int
-    stride: Pair
-    padding: Pair
-    dilation: Pair
-    inputs: Tensor = field(init=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.inputs = inputs
-        return functional.conv2d(
-            inputs, self.weight, self.bias, self.stride, self.padding, self.dilation, groups=self.clients
-        )
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        def derivative(inputs: bool, parameters: bool) -> tuple[Tensor, Tensor, Tensor]:
-            wanted = [inputs, parameters, parameters]
-            return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
-                *(gradient, self.inputs, self.weight, [len(self.bias)], self.stride, self.padding, self.dilation),
-                *(False, (0, 0), self.clients, wanted),
-            )
-
-        # Two calls: asking for both at once was slower than asking twice.
-        below = gradient if first else derivative(inputs=True, parameters=False)[0]
-        _, weight, bias = derivative(inputs=False, parameters=True)
-        self.into[0].add_(weight, alpha=-step)
-        self.into[1].add_(bias, alpha=-step)
-        return below
-
-
-@dataclass
-class _Pool:
-    size: Pair
-    stride: Pair
-    inputs: Tensor = field(init=False)
-    places: Tensor = field(init=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.inputs = inputs
-        outputs, self.places = functional.max_pool2d(inputs, self.size, self.stride, return_indices=True)
-        return outputs
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        return torch.ops.aten.max_pool2d_with_indices_backward(  # type: ignore[no-any-return]
-            gradient, self.inputs, self.size, self.stride, (0, 0), (1, 1), False, self.places
-        )
-
-
-@dataclass
-class _ReLU:
-    outputs: Tensor = field(init=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.outputs = inputs.relu_()  # no layer looks back at what it has put out
-        return self.outputs
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        return gradient.mul_(self.outputs.sign())  # what ReLU let through is positive
-
-
-@dataclass
-class _Softmax:
-    """Over the classes: features go in and probabilities come out, both [S, batch, classes]."""
-
-    outputs: Tensor = field(init=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.outputs = inputs.softmax(2)
-        return self.outputs
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        # p_i (g_i − Σ_j p_j g_j)
-        return self.outputs * (gradient - (self.outputs * gradient).sum(2, keepdim=True))
-
-
-@dataclass
-class _Scale:
-    """HeteroFL's scaler: factor is a number per client, in a shape that broadcasts to the layer's."""
-
-    factor: Tensor
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.mul_(self.factor)  # in place: no layer looks back at what it has put out
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        return gradient * self.factor
-
-
-@dataclass
-class _Flatten:
-    """From images to features: [batch, S · channels, …] → [S, batch, features]; features stay what they are."""
-
-    clients: int
-    shape: torch.Size = field(init=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.shape = inputs.shape
-        if inputs.dim() == 3:
-            return inputs
-        batch, channels, *sides = inputs.shape
-        by_client = inputs.reshape(batch, self.clients, channels // self.clients, *sides)
-        return by_client.transpose(0, 1).flatten(2)
-
-    def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:
-        if len(self.shape) == 3:
-            return gradient
-        batch, channels, *sides = self.shape
-        images = gradient.view(self.clients, batch, channels // self.clients, *sides).transpose(0, 1)
-        return images.reshape(self.shape).contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -210,22 +58,22 @@ class Chain:
         last = next(name for name, module in reversed(self.modules) if isinstance(module, nn.Linear))
         for name, module in self.modules:
             if isinstance(module, nn.Linear):
-                made.append(_Linear(*_tensors(name, stack, clients), _tensors(name, into, clients)))
+                made.append(StackedLinear(*_tensors(name, stack, clients), _tensors(name, into, clients)))
             elif isinstance(module, nn.Conv2d):
                 own, steps = _grouped(*_tensors(name, stack, clients)), _grouped(*_tensors(name, into, clients))
-                made.append(_Conv(*own, steps, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
+                made.append(StackedConv(*own, steps, clients, module.stride, module.padding, module.dilation))  # type: ignore[arg-type]
             elif isinstance(module, nn.MaxPool2d):
-                made.append(_Pool(_pair(module.kernel_size), _pair(module.stride)))
+                made.append(StackedPool(_pair(module.kernel_size), _pair(module.stride)))
             elif isinstance(module, nn.Softmax):
-                made.append(_Softmax())
+                made.append(StackedSoftmax())
             else:
-                made.append(_ReLU() if isinstance(module, nn.ReLU) else _Flatten(clients))
+                made.append(StackedReLU() if isinstance(module, nn.ReLU) else StackedFlatten(clients))
             if widths is not None and isinstance(module, nn.Linear | nn.Conv2d) and name != last:
                 factor = 1.0 / widths[:clients]
                 if isinstance(module, nn.Linear):
-                    made.append(_Scale(factor.view(-1, 1, 1)))
+                    made.append(StackedScale(factor.view(-1, 1, 1)))
                 else:
-                    made.append(_Scale(factor.repeat_interleave(module.out_channels).view(1, -1, 1, 1)))
+                    made.append(StackedScale(factor.repeat_interleave(module.out_channels).view(1, -1, 1, 1)))
         return made
 
 
@@ -393,7 +241,7 @@ def _update(layers: Sequence[Layer], inputs: Tensor, target: Tensor, weight: Ten
     losses = log_probabilities.gather(2, target).neg_()
     # (probability − one for the right class) / batch size
     gradient = log_probabilities.exp_().scatter_add_(2, target, torch.full_like(losses, -1)).mul_(weight)
-    lowest = next(number for number, layer in enumerate(layers) if isinstance(layer, _Linear | _Conv))
+    lowest = next(number for number, layer in enumerate(layers) if isinstance(layer, StackedLinear | StackedConv))
     for number in range(len(layers) - 1, lowest - 1, -1):
         gradient = layers[number].backward(gradient, step, first=number == lowest)
     return losses
