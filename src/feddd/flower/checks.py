@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from feddd.core.units import Units
+from feddd.errors import InputError
 from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, RecordError, Report, read_payload, read_record
 from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
-from feddd.strategies.protocol import Task, Upload
+from feddd.strategies.protocol import Plan, Task, Upload
 from feddd.wire.carrying import most_upload_bytes
 from feddd.wire.format import PayloadError
 from feddd.wire.stage import Update
@@ -35,6 +36,15 @@ class Accepted:
             upload_bytes=self.upload_bytes,
             download_bytes=download_bytes,
         )
+
+
+def check_rules(plan: Plan) -> None:
+    """Refuse a plan with rules of local training that no train function can be told."""
+    for rule in {rule for task in plan.tasks for rule in task.local}:
+        try:
+            rule.config  # noqa: B018
+        except NotImplementedError as error:
+            raise InputError(str(error)) from error
 
 
 def read_report(content: RecordDict) -> Report:

@@ -21,7 +21,7 @@ from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.flower.attempts import Attempts, with_reasons
 from feddd.flower.checkpoint import Checkpoint, check_members, load_checkpoint, save_checkpoint
-from feddd.flower.checks import Accepted, accept, read_introduction
+from feddd.flower.checks import Accepted, accept, check_rules, read_introduction
 from feddd.flower.downloads import frozen_digests, with_move
 from feddd.flower.facts import Pending, RoundFacts, metrics_of
 from feddd.flower.introductions import Introductions
@@ -188,6 +188,7 @@ class Server:
         rng = stream(self._seed, "strategy", state.round + 1)
         plan = self._method.plan(part_of(state, clients), fleet, rng)
         check_plan(plan, len(fleet))
+        check_rules(plan)
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
         downs, table = [task.down for task in plan.tasks], self._tables[0]

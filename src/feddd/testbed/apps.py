@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from feddd.core.streams import stream
+from feddd.core.units import units
 from feddd.experiments.config import Experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world, label_counts_of
@@ -21,7 +22,9 @@ from feddd.flower.names import ArrayRecord, ClientApp, Context, Grid, Message, M
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
 from feddd.simulation.training import Local, Samples, evaluate, train
+from feddd.strategies.fedprox import Proximal
 from feddd.strategies.protocol import Upload
+from feddd.wire.local import LocalRound, Rule, Scaler, start_rules
 from feddd.world import models
 
 server = ServerApp()
@@ -145,25 +148,41 @@ def train_fn(message: Message, context: Context) -> Message:
     _, world = _of(context)
     state = message.content.array_records["arrays"].to_torch_state_dict()
     number = int(str(message.content.config_records["config"]["server-round"]))
-    after, metrics = train_client(world, int(context.node_config["partition-id"]), number, state)
+    rules = message.content.config_records["config"]
+    after, metrics = train_client(world, int(context.node_config["partition-id"]), number, state, rules)
     content = RecordDict({"arrays": ArrayRecord(after), "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=message)
 
 
 def train_client(
-    world: World, client: int, number: int, state: Mapping[str, Tensor]
+    world: World, client: int, number: int, state: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, int | float | list[int] | list[float]]]:
-    """The reference loop on one client's samples, with the simulator's batches of this round; model and metrics."""
+    """The reference loop on one client's samples, with the simulator's batches of this round; model and metrics.
+
+    config: may ask for a scaler of hidden layers or a proximal term, which the metrics confirm
+    """
+    rules, confirmed = rules_of(config)
     model = build_model(world, client % models.widths(world.model))
     model.load_state_dict(state)
     data, part = world.dataset, world.parts[client]
     scale, shift = (torch.from_numpy(each)[:, None, None] for each in (data.scale, data.shift))
     images, labels = (torch.from_numpy(each[part]) for each in (data.train_images, data.train_labels))
-    local = Local(0, len(part), stream(world.seed, "batches", number, client))
+    local = Local(0, len(part), stream(world.seed, "batches", number, client), rules)
+    before = {name: tensor.detach().clone()[None] for name, tensor in model.named_parameters()}
+    at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), world.training.learning_rate)
     with single_thread():
-        losses = train(model, Samples(images, labels, scale, shift), local, world.training).double()
+        samples, stepping = Samples(images, labels, scale, shift), start_rules([rules], at)
+        losses = train(model, samples, local, world.training, rules=stepping).double()
     return dict(model.state_dict()), {
         "train_loss": float(losses.mean()),
         "num-examples": len(part),
         "oort-statistic": float(losses.square().mean().sqrt()),
+        **confirmed,
     }
+
+
+def rules_of(config: Mapping[str, Any]) -> tuple[tuple[Rule, ...], dict[str, float]]:
+    """Return the rules that a message's config asks for, and what confirms them."""
+    known: dict[str, Callable[[float], Rule]] = {"hidden-scaler": Scaler, "proximal-mu": Proximal}
+    asked = {key: float(config[key]) for key in known if key in config}
+    return tuple(known[key](value) for key, value in asked.items()), asked

@@ -147,7 +147,8 @@ def _is_float(tensor: Tensor) -> bool:
 def most_upload_bytes(line: Chain, table: Units) -> int:
     """Return more bytes than any upload of this chain has."""
     planned = line.planned_bytes(table)
-    return planned if planned is not None else 2 * whole_bytes(table) + table.elements
+    whole = whole_bytes(table)
+    return max(planned, whole) if planned is not None else 2 * whole + table.elements
 
 
 def _write_values(line: Chain, model: Params, table: Units) -> bytes:

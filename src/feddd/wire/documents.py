@@ -9,12 +9,13 @@ from typing import Any
 
 from feddd.wire.difference import Difference, Feedback
 from feddd.wire.down import Down, Moves, SubModel, Values
+from feddd.wire.eden import Eden
 from feddd.wire.exchange import Chain
 from feddd.wire.quantised import Bits, Ternary
 from feddd.wire.select import Blocks, Given, Select, TopK
 from feddd.wire.stage import Stage
 
-BUILT_IN: tuple[type[Stage], ...] = (Select, Given, Blocks, TopK, Difference, Feedback, Bits, Ternary)
+BUILT_IN: tuple[type[Stage], ...] = (Select, Given, Blocks, TopK, Difference, Feedback, Bits, Ternary, Eden)
 _DOWNS: dict[str, type[Any]] = {"values": Values, "sub-model": SubModel, "moves": Moves}
 
 Vocabulary = Mapping[str, Callable[..., Any]]
