@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from feddd import FedDD
-from feddd.flower import FedDDStrategy, RoundFacts, feddd_mod
+from feddd.flower import FedDDStrategy, RoundFacts, attempts, feddd_mod
 
 server = ServerApp()
 
@@ -43,6 +43,7 @@ def train(message: Message, context: Context) -> Message:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
+    attempts.PATIENCE = float(config["patience"])
 
     def note(facts: RoundFacts) -> None:
         line = {"moment": time.monotonic(), "seconds": facts.seconds, "failures": dict(facts.failures)}
