@@ -105,9 +105,9 @@ def test_the_objective_equals_that_of_highs_on_random_fleets() -> None:
 
 
 @pytest.mark.slow
-def test_the_objective_equals_that_of_highs_on_thousands_of_random_fleets() -> None:
+def test_the_objective_equals_that_of_highs_on_a_thousand_random_fleets() -> None:
     rng = np.random.default_rng(8)
-    for _ in range(4000):
+    for _ in range(1000):
         assert_optimal(random_fleet(rng))
 
 

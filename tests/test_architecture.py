@@ -378,7 +378,7 @@ def test_a_preset_runs_two_rounds(name: str, tmp_path: Path) -> None:
         spec, folder = datasets.spec_of(dataset), os.environ.get("FEDDD_DATA")
         if not folder or not datasets.holds(spec, Path(folder) / spec.folder):
             pytest.skip(f"needs {dataset} in $FEDDD_DATA (`feddd data fetch {dataset}`)")
-    small = ["rounds=2", "fleet.clients=10", "data.train_limit=300"]
+    small = ["rounds=2", "fleet.clients=10", "data.train_limit=300", "evaluate_every=2"]
     experiment = load_experiment(name, small)
     results = feddd.run(experiment, tmp_path / "run", workers=1)
     assert results.labels == [strategy.label for strategy in experiment.strategy]

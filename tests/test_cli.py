@@ -122,7 +122,18 @@ def test_the_summary_is_what_the_tables_say(finished):
 def test_json_goes_to_stdout_alone(finished, tmp_path):
     folder, _ = finished
     done = feddd(
-        "run", folder / "tiny.toml", "--out", tmp_path / "o", "--rounds", 1, "--seed", 4, "--json", cwd=tmp_path
+        "run",
+        folder / "tiny.toml",
+        "--out",
+        tmp_path / "o",
+        "--rounds",
+        1,
+        "--seed",
+        4,
+        "--json",
+        "--workers",
+        1,
+        cwd=tmp_path,
     )
     document = json.loads(done.stdout)
     assert document["seed"] == 4

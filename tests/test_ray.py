@@ -34,7 +34,7 @@ def world():
 
 
 def test_ray_gives_the_same_bits_as_local_processes(cluster, world):
-    with Simulation(world, workers=2) as local:
+    with Simulation(world, workers=1) as local:
         expected = list(local.run(FedDD(broadcast_every=3), 4))
     with Simulation(world, workers=2, engine="ray") as simulation:
         found = list(simulation.run(FedDD(broadcast_every=3), 4))
@@ -44,7 +44,7 @@ def test_ray_gives_the_same_bits_as_local_processes(cluster, world):
 
 
 def test_a_killed_actor_is_rebuilt_and_the_numbers_stay_the_same(cluster, world, caplog):
-    with Simulation(world, workers=2) as local:
+    with Simulation(world, workers=1) as local:
         expected = [facts(record) for record in local.run(FedDD(broadcast_every=4), 6)]
     with Simulation(world, workers=2, engine="ray") as simulation:
         run = simulation.run(FedDD(broadcast_every=4), 6)
