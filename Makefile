@@ -10,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt
-PYTEST = $(BIN)/python -m pytest --maxschedchunk 1
+PYTEST = $(BIN)/python -m pytest
 
 help: ## Print this help
 	@echo "Usage: make TARGET [PYTHON=python3.12] [ARGS=…]"

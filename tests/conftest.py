@@ -26,9 +26,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="count a skipped test as a failure")
 
 
+DEPLOYMENTS = ("test_deployment.py", "test_troubled_deployment.py", "test_flower_app.py")
+"""They mostly wait, and two at once are late in their rounds: one worker has them all, beside those that compute."""
+WHOLE = ("test_ray.py", "test_readme.py")
+"""Their tests share what takes long to start."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: at the end all workers have something to do."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Deployments and slow tests first: at the end all workers have something to do."""
+    items.sort(key=lambda item: (item.path.name not in DEPLOYMENTS, item.get_closest_marker("slow") is None))
+
+
+def _unit(test: str) -> str:
+    """What one worker does in a row: a test with all its parameters, which share simulations, or all of some files."""
+    file = test.partition("::")[0].rpartition("/")[2]
+    if file in DEPLOYMENTS:
+        return "deployments"
+    return file if file in WHOLE else test.partition("[")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InUnits(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit(nodeid)
+
+    config.option.loadscopereorder = False  # in the order above, not by the number of tests
+    return InUnits(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

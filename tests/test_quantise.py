@@ -217,7 +217,6 @@ def simulations() -> Iterator[Callable[[str], list[Simulation]]]:
 
 
 # What sub-models change, two methods show.
-@pytest.mark.xdist_group("quantised ways")
 @pytest.mark.parametrize(
     ("name", "model"),
     [*((name, "mlp") for name in METHODS), *((name, "heterogeneous-b/16") for name in ("feedback", "some"))],

@@ -59,7 +59,6 @@ def on_one_and_on_three(world):
         yield one, three
 
 
-@pytest.mark.xdist_group("any number of workers")
 @pytest.mark.parametrize("strategy", ALL, ids=lambda s: type(s).__name__)
 def test_any_number_of_workers_gives_the_same_bits(on_one_and_on_three, strategy):
     one, three = (list(simulation.run(strategy, 4)) for simulation in on_one_and_on_three)

@@ -175,7 +175,6 @@ def simulations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Simul
         yield [stack.enter_context(Simulation(world, **way)) for way in ways]
 
 
-@pytest.mark.xdist_group("sparse ways")
 @pytest.mark.parametrize("name", METHODS)
 def test_workers_the_wire_files_and_a_resume_change_nothing(name: str, simulations: list[Simulation]) -> None:
     method = METHODS[name]

@@ -310,7 +310,6 @@ def simulations() -> Iterator[Callable[[str], list[Simulation]]]:
         yield of
 
 
-@pytest.mark.xdist_group("ways of sub-models")
 @pytest.mark.parametrize("model", ["mlp", "cnn1/2"])
 @pytest.mark.parametrize("name", METHODS)
 def test_workers_and_the_wire_change_nothing(
