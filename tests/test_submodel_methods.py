@@ -31,7 +31,6 @@ from feddd.strategies.protocol import Fleet, Plan, ServerState, make_fleet, star
 from feddd.wire.blocks import block_bytes, block_elements, decode_blocks, element_masks, encode_blocks
 from feddd.wire.down import SubModel
 from feddd.wire.format import PayloadError, pack_mask, unpack_mask
-from feddd.wire.local import Scaler
 from feddd.wire.local import Scaler as HiddenScaler
 from feddd.world import models
 from worlds import experiment
@@ -293,7 +292,7 @@ def test_only_where_it_is_asked_for_outputs_are_scaled_by_the_width() -> None:
     plain = [HeteroFL((1.0, 0.5), scale=False), FedRolex(scale=False), FederatedDropout(0.5), FjORD()]
     for method, widths in zip(scaled, ((1.0, 0.5), (1.0, 0.5), (0.5, 0.5)), strict=True):
         rules = [task.local for task in planned(method, 1)[1].tasks]
-        assert rules == [(Scaler(widths[0]),)] * 5 + [(Scaler(widths[1]),)] * 5
+        assert rules == [(HiddenScaler(widths[0]),)] * 5 + [(HiddenScaler(widths[1]),)] * 5
     assert {task.local for method in plain for task in planned(method, 1)[1].tasks} == {()}
 
 
