@@ -27,7 +27,7 @@ from feddd.simulation.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.saving import MALFORMED, CannotBeSaved
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
 SHARE = 0.01
 """Checkpoints take at most this share of a run's time: the dearer, the fewer."""
