@@ -273,7 +273,9 @@ def kill(simulation, place):
 
 
 # With broadcast_every=3 a worker lost in round 6 has to repeat rounds 4 and 5; without broadcasts, all before.
-@pytest.mark.parametrize("strategy", [FedDD(broadcast_every=3), FedDD(broadcast_every=0), FedCS()], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [FedDD(broadcast_every=3), FedDD(broadcast_every=0), FedCS()], ids=["every 3", "never", "fedcs"]
+)
 def test_a_lost_worker_is_rebuilt_and_the_numbers_stay_the_same(world, strategy, caplog):
     undisturbed = [facts(record) for record in records(world, strategy, rounds=7, workers=1)]
     with Simulation(world, workers=2) as simulation:
