@@ -113,10 +113,10 @@ def test_the_choice_is_recorded_and_not_made_again_on_resume(tmp_path: Path, mon
 def test_a_trainer_that_disagrees_falls_back_by_default_and_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from feddd.simulation import stacked
+    from feddd.simulation.layers import StackedReLU
 
-    right = stacked._ReLU.backward
-    monkeypatch.setattr(stacked._ReLU, "backward", lambda *given, **named: right(*given, **named) * 1.01)
+    right = StackedReLU.backward
+    monkeypatch.setattr(StackedReLU, "backward", lambda *given, **named: right(*given, **named) * 1.01)
     assert build_world(experiment()).training.trainer == "reference"
     assert "otherwise than autograd" in caplog.text
     with pytest.raises(InputError, match="does not fit this model: it trains"):
