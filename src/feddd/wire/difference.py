@@ -20,6 +20,28 @@ RESIDUAL = "residual"
 """What clients owe, among what they keep."""
 
 
+class Deferred(Mapping[str, Tensor]):
+    """Stacks that are worked out when they are asked for, and together with what is added to them if that is known."""
+
+    @property
+    def plain(self) -> Params:
+        """Return the stacks themselves."""
+        raise NotImplementedError
+
+    def plus(self, base: Base) -> dict[str, Tensor]:
+        """Return the stacks with what they were taken to added again."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.plain[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+
 class Differences(Mapping[str, Tensor]):
     """Stacks less what they are taken to, worked out when they are asked for."""
 
@@ -73,8 +95,10 @@ class Difference(Stage):
 
     def decode(self, update: Update, at: At) -> Update:
         """Add the server's own values in place of what it sent."""
-        base = Base(at.known.server, at.known.reference, at.received, at.table).stack
-        values = {name: update.values[name] + base[name] for name in base}
+        base = Base(at.known.server, at.known.reference, at.received, at.table)
+        if isinstance(update.values, Deferred):
+            return dataclasses.replace(update, values=update.values.plus(base))
+        values = {name: update.values[name] + own for name, own in base.stack.items()}
         return dataclasses.replace(update, values=values)
 
 

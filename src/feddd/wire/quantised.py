@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.submodel import slice_model
-from feddd.core.units import Mask, Slot, Units
+from feddd.core.units import Layer, Mask, Slot, Units
 from feddd.wire.chosen import ChosenUnits, Ints, everything, one
-from feddd.wire.difference import Base, Differences
+from feddd.wire.difference import Base, Deferred, Differences
 from feddd.wire.format import VALUE_BYTES, PayloadError
 from feddd.wire.quantise import (
     Coded,
@@ -55,7 +56,7 @@ class Bits(Stage):
         rngs = at.rngs("rounding") if self.rounding == "random" else None
         if isinstance(update.chosen, ChosenUnits):
             if isinstance(update.values, Differences) and not at.wire:
-                values = _rounded_differences(update.values, update.chosen.masks, at.table, self.bits, rngs)
+                values = _RoundedDifferences(update.values, update.chosen.masks, at.table, self.bits, rngs)
                 return dataclasses.replace(update, values=values), states
             return self._encode_units(update, at.table, rngs), states
         written, vectors = [], []
@@ -217,44 +218,69 @@ def _noise(rng: np.random.Generator | None, count: int) -> NDArray[np.uint16]:
     return np.asarray(raw, "<u8").view("<u2")[:count].reshape(1, count)
 
 
-def _rounded_differences(
-    numbers: Differences,
-    masks: Mask,
-    units: Units,
-    bits: int,
-    rngs: Sequence[np.random.Generator] | None,
-) -> dict[str, Tensor]:
-    """Round the differences of the units that are sent, some at a time so that they stay in the cache; zero elsewhere.
+class _RoundedDifferences(Deferred):
+    """The rounded differences of the units that are sent, zero elsewhere, worked out when they are asked for.
 
-    The same numbers as of `Bits._encode_units`, without working out what nobody sends.
+    The same numbers as of `Bits._encode_units`, without working out what nobody sends, and some units at a time so that
+    they stay in the cache, together with what the server adds to them.
     """
-    after, base = numbers.after, numbers.base
-    clients = len(after[units.slots[0].name])
-    noise = draw_noise(rngs, clients, units)
-    found = {slot.name: after[slot.name] - base.model[slot.name] for slot in units.fixed}
-    for layer in units.layers:
+
+    def __init__(
+        self,
+        numbers: Differences,
+        masks: Mask,
+        units: Units,
+        bits: int,
+        rngs: Sequence[np.random.Generator] | None,
+    ) -> None:
+        self._numbers, self._masks, self._units, self._bits = numbers, masks, units, bits
+        self._noise = draw_noise(rngs, len(numbers.after[units.slots[0].name]), units)
+
+    @cached_property
+    def plain(self) -> dict[str, Tensor]:
+        """Return the differences themselves."""
+        return self._worked_out(None)
+
+    def plus(self, base: Base) -> dict[str, Tensor]:
+        """Return the differences with the server's own values added to them."""
+        return self._worked_out(base)
+
+    def _worked_out(self, server: Base | None) -> dict[str, Tensor]:
+        units, (after, base) = self._units, (self._numbers.after, self._numbers.base)
+        found = {slot.name: after[slot.name] - base.model[slot.name] for slot in units.fixed}
+        if server is not None:
+            found = {name: own + server.model[name] for name, own in found.items()}
+        for layer in units.layers:
+            rows = self._layer_rows(layer, server)
+            for slot, own in zip(layer.slots, rows, strict=True):
+                found[slot.name] = slot.tensors(own.view(-1, layer.units, own.shape[1]))
+        return found
+
+    def _layer_rows(self, layer: Layer, server: Base | None) -> list[Tensor]:
+        """Return the units of all clients in one row after the other, by tensor."""
+        after, base = self._numbers.after, self._numbers.base
         rows_of = [slot.stacked_rows(after[slot.name]).flatten(0, 1) for slot in layer.slots]
-        known = [_rows_behind(slot, base) for slot in layer.slots]
+        at_client = [_rows_behind(slot, base) for slot in layer.slots]
+        at_server = [None if server is None else _rows_behind(slot, server) for slot in layer.slots]
         whole = [torch.zeros(rows.shape) for rows in rows_of]
-        chosen = masks[layer.name].flatten().nonzero().squeeze(1)
+        chosen = self._masks[layer.name].flatten().nonzero().squeeze(1)
         # Of each client's units, the row of the model, or of the reference behind it where the client was sent nothing.
         base_of = chosen % layer.units
         if base.received is not None:
             base_of = base_of + layer.units * ~base.received[layer.name].flatten()[chosen]
         step = units_at_once(rows_of)
         for begin in range(0, len(chosen), step):
-            part, own_base = chosen[begin : begin + step], base_of[begin : begin + step]
+            part, known = chosen[begin : begin + step], base_of[begin : begin + step]
             difference = [
-                rows.index_select(0, part).sub_(behind.index_select(0, own_base))
-                for rows, behind in zip(rows_of, known, strict=True)
+                rows.index_select(0, part).sub_(behind.index_select(0, known))
+                for rows, behind in zip(rows_of, at_client, strict=True)
             ]
-            drawn = [noise[slot.name].take(part.numpy(), axis=0) for slot in layer.slots]
-            scale, codes = round_units(difference, drawn, bits)
-            for rows, own in zip(whole, codes, strict=True):
-                rows.index_copy_(0, part, own.mul_(scale.unsqueeze(1)))
-        for slot, rows in zip(layer.slots, whole, strict=True):
-            found[slot.name] = slot.tensors(rows.view(clients, layer.units, -1))
-    return found
+            drawn = [self._noise[slot.name].take(part.numpy(), axis=0) for slot in layer.slots]
+            scale, codes = round_units(difference, drawn, self._bits)
+            for rows, own, behind in zip(whole, codes, at_server, strict=True):
+                own.mul_(scale.unsqueeze(1))
+                rows.index_copy_(0, part, own if behind is None else own.add_(behind.index_select(0, known)))
+        return whole
 
 
 def _rows_behind(slot: Slot, base: Base) -> Tensor:
