@@ -287,16 +287,27 @@ def zeros(table: Units, clients: int) -> dict[str, Tensor]:
     return {slot.name: torch.zeros(clients, *slot.shape) for slot in table.slots}
 
 
+class _Parts(dict[str, Tensor]):
+    """Stacks that are parts of one tensor, which is remembered."""
+
+    def __init__(self, parts: Mapping[str, Tensor], whole: Tensor) -> None:
+        super().__init__(parts)
+        self.whole = whole
+
+
 def flat(stack: Params, table: Units) -> Tensor:
-    """Return all numbers of each model in the order of the layer table, [clients, elements]; a copy."""
+    """Return all numbers of each model in the order of the layer table, [clients, elements]; not to be written to."""
+    if isinstance(stack, _Parts):
+        return stack.whole
     clients = len(stack[table.slots[0].name])
     return torch.cat([stack[slot.name].detach().reshape(clients, -1).float() for slot in table.slots], 1).cpu()
 
 
 def unflat(whole: Tensor, table: Units) -> dict[str, Tensor]:
-    """Undo `flat`."""
-    parts = torch.split(whole, [slot.elements for slot in table.slots], dim=1)
-    return {slot.name: part.reshape(len(whole), *slot.shape) for slot, part in zip(table.slots, parts, strict=True)}
+    """Undo `flat`; the stacks are parts of the same memory."""
+    split = torch.split(whole, [slot.elements for slot in table.slots], dim=1)
+    parts = {slot.name: part.reshape(len(whole), *slot.shape) for slot, part in zip(table.slots, split, strict=True)}
+    return _Parts(parts, whole)
 
 
 def _full(table: Units, clients: int) -> list[bytes]:

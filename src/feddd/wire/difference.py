@@ -118,7 +118,7 @@ class Feedback(Stage):
         """Add what is owed."""
         owed = torch.stack([self._owed(state, place, at) for place, state in enumerate(states)])
         kept = [state | {RESIDUAL: own} for state, own in zip(states, owed, strict=True)]
-        return dataclasses.replace(update, values=unflat(flat(update.values, at.table).add_(owed), at.table)), kept
+        return dataclasses.replace(update, values=unflat(flat(update.values, at.table) + owed, at.table)), kept
 
     def _owed(self, state: ClientState, place: int, at: At) -> Tensor:
         table = at.table
