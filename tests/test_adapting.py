@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_memory_of_choices_is_plain() -> None:
-    from feddd.strategies.saving import pack_state, unpack_state
+    from feddd.strategies.packing import pack_state, unpack_state
 
     world = build_world(experiment(fleet={"clients": 4}, data={"train_limit": 120}))
     with Simulation(world, workers=1) as simulation:

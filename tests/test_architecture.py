@@ -334,7 +334,7 @@ def test_allowed_calls_are_not_taken_for_forbidden_ones(line: str) -> None:
 
 
 # Our own processes talk in pickles, over a pair of sockets that nobody else can reach.
-PICKLES_BETWEEN_OURS = {"simulation/processes.py", "simulation/worker.py"}
+PICKLES_BETWEEN_OURS = {"simulation/worker_process.py"}
 
 
 def test_only_our_own_processes_talk_in_pickles_and_over_a_private_pair_of_sockets() -> None:
@@ -350,7 +350,8 @@ def test_only_our_own_processes_talk_in_pickles_and_over_a_private_pair_of_socke
         nodes = MODULES[SOURCE / name]
         calls = {dotted(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
         assert not calls & {"Listener", "Client", "socket", "create_server", "bind", "listen", "accept", "connect"}
-    made = [dotted(node.func) for node in MODULES[SOURCE / "simulation/processes.py"] if isinstance(node, ast.Call)]
+    nodes = MODULES[SOURCE / "simulation/worker_process.py"]
+    made = [dotted(node.func) for node in nodes if isinstance(node, ast.Call)]
     assert made.count("socket.socketpair") == 1
 
 

@@ -17,9 +17,9 @@ from feddd.experiments.config import parse_experiment
 from feddd.experiments.running import build_world
 from feddd.experiments.views import lines, not_counted
 from feddd.reporting import print_summary
-from feddd.simulation import answers
-from feddd.simulation.answers import BLOCK_BYTES, FaultyTask, receive_answers
+from feddd.simulation import faulty_uploads
 from feddd.simulation.faults import ANSWERS, Faults, draw
+from feddd.simulation.faulty_uploads import BLOCK_BYTES, FaultyTask, receive_answers
 from feddd.simulation.forecast import end_seconds
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.checks import PATIENCE, Limits, Refused, read_upload
@@ -298,7 +298,7 @@ def test_corruption_that_passes_the_checks_counts_as_it_came(monkeypatch):
         def bytes(self, count):
             return b"\0" * count
 
-    monkeypatch.setattr(answers, "stream", lambda *_: Zeros())
+    monkeypatch.setattr(faulty_uploads, "stream", lambda *_: Zeros())
     honest = Upload(0, samples=5, train_loss=1.0, oort_statistic=1.0, upload_bytes=size)
     task = FaultyTask(0, fault="corrupted")
     at = At(table, [0], 1, 0, Known(state, state), [None], stack, stack, wire=True)

@@ -39,9 +39,9 @@ from feddd.flower.store import ClientStore
 from feddd.simulation.simulator import Simulation, World
 from feddd.strategies.server_optimizers import FedAvgM, WithServerOptimizer
 from feddd.testbed.apps import build_model, links_of
-from feddd.wire.carrying import HELD_NUMBER, TOLD_COVERAGE, held_reference
 from feddd.wire.documents import chain_text, down_text, read_chain, read_down, vocabulary
 from feddd.wire.down import Moves
+from feddd.wire.download_format import HELD_NUMBER, TOLD_COVERAGE, held_reference
 from feddd.wire.exchange import chain
 from feddd.wire.quantised import Bits
 from feddd.wire.select import MASK, OWN, Select

@@ -30,8 +30,8 @@ from feddd.experiments.loading import load_experiment
 from feddd.experiments.results import SCHEMAS, load_results
 from feddd.experiments.views import partition_matrix
 from feddd.files import MOST_BYTES, parse_json, parse_toml, read_text
+from feddd.flower.api import RecordDict
 from feddd.flower.checks import Limits, read_introduction
-from feddd.flower.names import RecordDict
 from feddd.flower.records import REPORT, Report, write_record
 from feddd.world import datasets
 from feddd.world.fleets import read_csv

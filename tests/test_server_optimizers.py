@@ -18,8 +18,8 @@ from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.feddd import FedDD
+from feddd.strategies.packing import pack_state, unpack_state
 from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload, digest, make_fleet, start
-from feddd.strategies.saving import pack_state, unpack_state
 from feddd.strategies.server_optimizers import FedAdam, FedAvgM, WithServerOptimizer, take_step
 from worlds import experiment
 

@@ -188,7 +188,7 @@ def _record_read(good: Mapping[str, Any], read: Callable[[dict[str, Any]], None]
 
 
 def _record() -> Target:
-    from feddd.flower.names import ConfigRecord, RecordDict
+    from feddd.flower.api import ConfigRecord, RecordDict
     from feddd.flower.records import ORDER, Order, RecordError, read_record, write_record
 
     content = RecordDict()
@@ -206,8 +206,8 @@ def _report() -> Target:
     import torch
 
     import feddd
+    from feddd.flower.api import ConfigRecord, RecordDict
     from feddd.flower.checks import read_answer, read_introduction, read_report
-    from feddd.flower.names import ConfigRecord, RecordDict
     from feddd.flower.records import REPORT, RecordError, Report, write_payload, write_record
     from feddd.strategies.checks import Limits, Refused
     from feddd.strategies.protocol import Task
@@ -311,9 +311,9 @@ def _store(work: Path) -> Target:
 
     import feddd
     from feddd.flower.store import ClientStore
-    from feddd.wire.carrying import HELD, HELD_NUMBER, TOLD_COVERAGE, held_reference
     from feddd.wire.difference import RESIDUAL
     from feddd.wire.down import Values
+    from feddd.wire.download_format import HELD, HELD_NUMBER, TOLD_COVERAGE, held_reference
     from feddd.wire.format import pack_mask
     from feddd.wire.select import MASK, OWN, split_mask
 

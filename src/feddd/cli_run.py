@@ -85,7 +85,7 @@ def _check(asked: Mapping[str, object], resume: Path | None, checkpoint_seconds:
 
 def _run(asked: Mapping[str, Any], folder: Path | None, options: dict[str, Any], *, hidden: bool) -> Results:
     from feddd.experiments.results import is_finished, load_results
-    from feddd.simulation.processes import WorkerPool, default_workers
+    from feddd.simulation.worker_process import WorkerPool, default_workers
 
     if folder is not None and is_finished(folder):
         if not hidden:

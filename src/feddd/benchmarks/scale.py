@@ -37,7 +37,7 @@ print(json.dumps({"seconds": statistics.median(taken[2:]) / clients, "peak": pea
 _FIRST_ROUND = """
 import json, sys, time
 from tempfile import TemporaryDirectory
-from feddd.simulation.processes import WorkerPool, default_workers
+from feddd.simulation.worker_process import WorkerPool, default_workers
 
 pool = WorkerPool(default_workers())  # as the command line does
 from feddd.experiments.running import run

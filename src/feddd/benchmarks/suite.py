@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from feddd.benchmarks import parts, rounds, saving, scale
+from feddd.benchmarks import checkpointing, parts, rounds, scale
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.errors import InputError, nearest
 from feddd.files import write_atomically
-from feddd.simulation.processes import default_workers
+from feddd.simulation.worker_process import default_workers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
@@ -34,7 +34,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "clients": scale.clients,
     "memory": scale.memory,
     "startup": scale.startup,
-    "checkpoints": saving.checkpoints,
+    "checkpoints": checkpointing.checkpoints,
 }
 
 

@@ -24,8 +24,8 @@ from feddd.experiments.tables import Rows
 from feddd.files import sync_folder, write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation
 from feddd.simulation.snapshot import Snapshot, pack_snapshot, unpack_snapshot
+from feddd.strategies.packing import MALFORMED, CannotBeSaved
 from feddd.strategies.protocol import Strategy
-from feddd.strategies.saving import MALFORMED, CannotBeSaved
 
 FORMAT = 3
 KEEP = 2

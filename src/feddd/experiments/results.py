@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from feddd.errors import InputError
-from feddd.experiments.trusting import check_config, read_checked
+from feddd.experiments.checks import check_config, read_checked
 from feddd.files import parse_json, parse_toml, read_text
 from feddd.world.fleets import read_csv
 

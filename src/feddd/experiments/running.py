@@ -40,10 +40,10 @@ from feddd.experiments.resuming import (
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
-from feddd.simulation.processes import WorkerPool
 from feddd.simulation.proof import Trial, settle_trainer
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
 from feddd.simulation.training import Training
+from feddd.simulation.worker_process import WorkerPool
 from feddd.strategies.protocol import start
 from feddd.world import datasets, fleets, models, partitions, synthetic
 

@@ -1,9 +1,9 @@
 """FedDD on Flower: a strategy for the server and a mod for the clients. Nothing else of the package imports flwr."""
 
 try:
-    from feddd.flower.facts import RoundFacts
     from feddd.flower.links import FixedLinks, Link, MeasuredLinks
     from feddd.flower.mod import feddd_mod
+    from feddd.flower.round_facts import RoundFacts
     from feddd.flower.strategy import FedDDStrategy
     from feddd.strategies.checks import Limits
 except ModuleNotFoundError as error:

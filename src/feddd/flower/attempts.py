@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from logging import WARNING
 
 from feddd.errors import RunError
-from feddd.flower.names import logger
+from feddd.flower.api import logger
 from feddd.strategies.checks import PATIENCE
 from feddd.strategies.protocol import Upload
 

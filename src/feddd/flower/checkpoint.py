@@ -19,8 +19,8 @@ from feddd.core.units import Units
 from feddd.errors import InputError
 from feddd.files import parse_json, write_atomically
 from feddd.flower.registry import Member
+from feddd.strategies.packing import MALFORMED, expect, pack_state, unpack_state
 from feddd.strategies.protocol import ServerState
-from feddd.strategies.saving import MALFORMED, expect, pack_state, unpack_state
 from feddd.wire.format import unpack_mask
 
 FORMAT = 3

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from feddd.core.units import Units
 from feddd.errors import InputError
-from feddd.flower.names import RecordDict
+from feddd.flower.api import RecordDict
 from feddd.flower.records import REPORT, RecordError, Report, read_payload, read_record
 from feddd.strategies.checks import Limits, Refused, check_told, check_version, read_upload
 from feddd.strategies.protocol import Plan, Task, Upload
-from feddd.wire.carrying import most_upload_bytes
+from feddd.wire.download_format import most_upload_bytes
 from feddd.wire.format import PayloadError
 from feddd.wire.stage import Update
 

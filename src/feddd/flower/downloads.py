@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from feddd.core.submodel import prefix
 from feddd.core.units import frozen_digest, units
-from feddd.wire.carrying import MOVES_KEPT
 from feddd.wire.down import Sending
+from feddd.wire.download_format import MOVES_KEPT
 from feddd.wire.stage import Update
 
 

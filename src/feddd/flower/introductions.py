@@ -14,8 +14,8 @@ from logging import WARNING
 from queue import Empty, SimpleQueue
 
 from feddd.errors import RunError
+from feddd.flower.api import APP_NOT_LOADED, APP_RAISED, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.attempts import with_reasons
-from feddd.flower.names import APP_NOT_LOADED, APP_RAISED, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.records import ORDER, Order, Report, write_record
 from feddd.flower.rounds import NODES_A_POLL, Answer, Arrived, answer_of, push
 from feddd.strategies.checks import PATIENCE, Refused

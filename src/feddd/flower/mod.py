@@ -16,7 +16,7 @@ from feddd.core.labels import label_coverage
 from feddd.core.stacks import stack_of_one
 from feddd.core.units import Units, frozen_digest, units
 from feddd.files import user_cache
-from feddd.flower.names import (
+from feddd.flower.api import (
     ArrayRecord,
     ClientAppCallable,
     ConfigRecord,
@@ -40,9 +40,9 @@ from feddd.flower.records import (
     write_record,
 )
 from feddd.flower.store import ClientStore, run_of
-from feddd.wire.carrying import TOLD_COVERAGE, Basis, Received, read_download
 from feddd.wire.documents import Vocabulary, read_chain, read_down, vocabulary
 from feddd.wire.down import whole_bytes
+from feddd.wire.download_format import TOLD_COVERAGE, Basis, Received, read_download
 from feddd.wire.exchange import encode, write
 from feddd.wire.format import coverage_size, decode_coverage, pack_mask
 from feddd.wire.select import MASK, split_mask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from feddd.flower.facts import RoundFacts
-from feddd.flower.names import MetricRecord
+from feddd.flower.api import MetricRecord
+from feddd.flower.round_facts import RoundFacts
 
 
 def round_line(

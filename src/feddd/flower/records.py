@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from feddd.flower.names import Array, ArrayRecord, ConfigRecord, RecordDict
+from feddd.flower.api import Array, ArrayRecord, ConfigRecord, RecordDict
 
 PROTOCOL = 4
 MOST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 256 * 1024, 4 * 1024
@@ -19,7 +19,7 @@ CHUNK_SECONDS = 5.0
 """A piece of a payload takes no longer than this on an empty link."""
 ORDER, REPORT, PAYLOAD, COVERAGE = "feddd.order", "feddd.report", "feddd.payload", "feddd.coverage"
 PREFIX = "feddd."
-"""Before the names of a download's parts, see `wire.carrying`."""
+"""Before the names of a download's parts, see `wire.download_format`."""
 _KIND = "feddd.bytes"  # how the arrays' bytes are to be read: by us
 
 T = TypeVar("T", "Order", "Report")

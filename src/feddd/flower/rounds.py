@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from feddd.flower.names import Grid, Message
+from feddd.flower.api import Grid, Message
 from feddd.strategies.checks import PATIENCE
 
 POLL_SECONDS = 0.5

@@ -19,14 +19,13 @@ from feddd.core.streams import stream
 from feddd.core.submodel import coverage, narrow_coverage
 from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
+from feddd.flower.api import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.attempts import Attempts, with_reasons
 from feddd.flower.checkpoint import Checkpoint, check_members, load_checkpoint, save_checkpoint
 from feddd.flower.checks import Accepted, accept, check_rules, read_introduction
 from feddd.flower.downloads import frozen_digests, with_move
-from feddd.flower.facts import Pending, RoundFacts, metrics_of
 from feddd.flower.introductions import Introductions
 from feddd.flower.links import Links
-from feddd.flower.names import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.records import (
     COVERAGE,
     ORDER,
@@ -38,14 +37,15 @@ from feddd.flower.records import (
     write_record,
 )
 from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
+from feddd.flower.round_facts import Pending, RoundFacts, metrics_of
 from feddd.flower.rounds import Answer
 from feddd.strategies.checks import Limits
+from feddd.strategies.packing import CannotBeSaved
 from feddd.strategies.protocol import ServerState, Task, Upload, check_plan, start
 from feddd.strategies.protocol import Strategy as Method
-from feddd.strategies.saving import CannotBeSaved
-from feddd.wire.carrying import known_at_server, own_model, write_download
 from feddd.wire.documents import chain_text, down_text
 from feddd.wire.down import prepare, reference_after
+from feddd.wire.download_format import known_at_server, own_model, write_download
 from feddd.wire.exchange import decode
 from feddd.wire.format import (
     coverage_size,

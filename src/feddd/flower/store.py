@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from feddd.core.units import Units
 from feddd.files import write_atomically
-from feddd.wire.carrying import is_sound
+from feddd.wire.download_format import is_sound
 from feddd.wire.stage import ClientState
 
 FORMAT = "3"

@@ -16,10 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from feddd.errors import RunError
-from feddd.flower.checks import read_report
-from feddd.flower.facts import RoundFacts
-from feddd.flower.links import Links, MeasuredLinks
-from feddd.flower.names import (
+from feddd.flower.api import (
     ArrayRecord,
     ConfigRecord,
     Grid,
@@ -30,7 +27,10 @@ from feddd.flower.names import (
     Strategy,
     logger,
 )
+from feddd.flower.checks import read_report
+from feddd.flower.links import Links, MeasuredLinks
 from feddd.flower.progress import round_line
+from feddd.flower.round_facts import RoundFacts
 from feddd.flower.rounds import POLL_SECONDS, Answer, answer_of, exchange
 from feddd.flower.server import Server
 from feddd.strategies.checks import Limits

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from feddd.core.latency import round_seconds, transfer_seconds
 from feddd.core.units import Units
 from feddd.errors import RunError
-from feddd.simulation.answers import FaultyTask, upload_bytes
 from feddd.simulation.faults import GONE, Faults, Trouble, draw
+from feddd.simulation.faulty_uploads import FaultyTask, upload_bytes
 from feddd.strategies.checks import PATIENCE
 from feddd.strategies.protocol import Fleet, Plan, Task, Upload
 

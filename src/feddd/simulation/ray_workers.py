@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from feddd.errors import InputError
-from feddd.simulation.processes import WORKER_ENVIRONMENT
 from feddd.simulation.samples import Layout, from_buffer
 from feddd.simulation.shard import Shard, ShardSpec
+from feddd.simulation.worker_process import WORKER_ENVIRONMENT
 from feddd.simulation.workers import Fill, Worker, WorkerDied, WorkerFailed
 
 try:

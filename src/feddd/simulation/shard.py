@@ -23,13 +23,13 @@ from feddd.core.aggregation import Aggregator
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Params, Units, units
-from feddd.simulation.answers import ABSENT, fault_of, receive_answers
 from feddd.simulation.client_state import ClientStates, StateArrays
+from feddd.simulation.faulty_uploads import ABSENT, fault_of, receive_answers
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
 from feddd.simulation.samples import SampleArrays
+from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import Trainer, make_trainer
 from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate
-from feddd.simulation.watch import Watch
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
@@ -249,19 +249,19 @@ class Shard:
     def _train_stack(self, order: _Round, tasks: Sequence[Task], width_number: int, sums: _Sums) -> list[Upload]:
         """Run the client half of a round for some alike clients; what they send, and all they have, is summed up."""
         width, known, sizes = self._widths[width_number], order.known[width_number], order.sizes
-        watch, table, number = Watch(self._seconds), width.units, order.number
+        stopwatch, table, number = Stopwatch(self._seconds), width.units, order.number
         tasks = [task for task in tasks if fault_of(task) not in ABSENT]
         if not tasks:
             return []
         states = [self._states.get(task.client) for task in tasks]
         before = self._download(tasks, states, known, table)
-        watch.lap("download")
+        stopwatch.lap("download")
         clients = [self._local(number, task) for task in tasks]
         local = self._local_round(tasks, states, before, order.vectors, table)
         rules = start_rules([task.local for task in tasks], local)
         trained = width.trainer.train(before, self._train_samples, clients, self.spec.training, rules)
         fine = trained.finite()
-        watch.lap("training")
+        stopwatch.lap("training")
         uploads = [
             self._diverged(tasks[place].client, sizes[tasks[place].client]) for place in np.flatnonzero(~fine).tolist()
         ]
@@ -275,7 +275,7 @@ class Shard:
             vectors = {name: vector_through_bytes(own, table) for name, own in vectors.items()}
         at = self._at(number, tasks, width, known, local.before, trained)
         update, arrived = self._exchange(tasks, states, at)
-        watch.lap("selection")
+        stopwatch.lap("selection")
         answered = self._uploads(tasks, trained, arrived, table, sizes)
         after = trained.after
         if any(fault_of(task) for task in tasks):
@@ -290,7 +290,7 @@ class Shard:
                 sums.full.add_stack(after, None, weights, table)
             for name, own in vectors.items():
                 sums.vectors[name].add_stack(own, None, torch.ones_like(weights), table)
-        watch.lap("sums")
+        stopwatch.lap("sums")
         return uploads + answered
 
     def _local_round(

@@ -24,14 +24,14 @@ from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
-from feddd.simulation.processes import WorkerPool, default_workers
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
 from feddd.simulation.stacked import is_chain
+from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import convolves
 from feddd.simulation.training import Evaluation, Training
-from feddd.simulation.watch import Watch
+from feddd.simulation.worker_process import WorkerPool, default_workers
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
 from feddd.wire.down import Sending, download_sizes, prepare, reference_after
@@ -159,9 +159,9 @@ class Simulation:
             state, clock_seconds = after.state, after.clock_seconds
             self._engine.restore(after.clients)
         for number in range(state.round + 1, rounds + 1):
-            watch = Watch()
+            stopwatch = Stopwatch()
             plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
-            watch.lap("plan")
+            stopwatch.lap("plan")
             self.check(plan)
             downs = [task.down for task in plan.tasks]
             sent = prepare(
@@ -174,7 +174,7 @@ class Simulation:
             download = dataclasses.replace(self._download(plan, sent, sizes), vectors=self._vectors(state, plan))
             result = self._engine.train(number, forecast.tasks, download)
             uploads = forecast.uploads(result.uploads)
-            watch.lap("train")
+            stopwatch.lap("train")
             if all(upload.status == "diverged" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
@@ -187,16 +187,16 @@ class Simulation:
             trained = [upload.client for upload in uploads if upload.status in ("ok", "diverged")]
             state = dataclasses.replace(state, reference=reference_after(sent, trained), mask_error=known)
             state = self._absorb_vectors(state, plan, result)
-            watch.lap("absorb")
+            stopwatch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
-            watch.lap("evaluate")
+            stopwatch.lap("evaluate")
             rates = {task.client: task.dropout for task in plan.tasks}
             rows = tuple(forecast.row(upload, rates[upload.client]) for upload in uploads)
             seconds = forecast.seconds(rows)
             clock_seconds += seconds
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
-            wall_seconds = watch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
+            wall_seconds = stopwatch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
             yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
 
     def check(self, plan: Plan) -> None:

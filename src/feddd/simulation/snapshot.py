@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from feddd.simulation.client_state import StateArrays
+from feddd.strategies.packing import expect, pack_state, unpack_state
 from feddd.strategies.protocol import ServerState
-from feddd.strategies.saving import expect, pack_state, unpack_state
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def pack_snapshot(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def unpack_snapshot(tensors: Mapping[str, Tensor], document: Mapping[str, Any], like: Mapping[str, Tensor]) -> Snapshot:
-    """Undo `pack_snapshot`, or raise one of `feddd.strategies.saving.MALFORMED`."""
+    """Undo `pack_snapshot`, or raise one of `feddd.strategies.packing.MALFORMED`."""
     starts: dict[str, int] = {}
     clients: dict[int, dict[str, Any]] = {}
     for client, shapes in document["kept"]:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from feddd.errors import RunError
-from feddd.simulation.processes import WorkerPool, WorkerProcess
 from feddd.simulation.samples import Layout, SampleArrays, from_buffer, memory_file
 from feddd.simulation.shard import Shard, ShardSpec
+from feddd.simulation.worker_process import WorkerPool, WorkerProcess
 
 Fill = Callable[[SampleArrays], None]
 

@@ -18,7 +18,7 @@ from feddd.experiments.config import Experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
-from feddd.flower.names import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
+from feddd.flower.api import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
 from feddd.simulation.training import Local, Samples, evaluate, train

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load, save
 
 from feddd.strategies.oort import Pacer
+from feddd.strategies.packing import MALFORMED, CannotBeSaved, pack_state, unpack_state
 from feddd.strategies.protocol import Reference, ServerState, start
-from feddd.strategies.saving import MALFORMED, CannotBeSaved, pack_state, unpack_state
 
 
 def state(memory: object = None) -> ServerState:

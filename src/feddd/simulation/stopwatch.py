@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Watch:
+class Stopwatch:
     """Adds the time since the last lap to a phase's seconds."""
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:

@@ -1,16 +1,21 @@
-"""Worker processes, which can be started ahead of time: importing torch takes longer than all else before round 1.
+"""Worker processes, both ends: how they are started ahead of time, and what each of them does.
 
-This module imports nothing heavy, so that a command line can start workers first and import torch itself meanwhile.
+Importing torch takes longer than all else before round 1. This module imports nothing heavy, so that a command line
+can start workers first and import torch itself meanwhile. ``python -m feddd.simulation.worker_process SOCKET`` serves a
+shard; SOCKET is the descriptor of the connection to the coordinator, which says what to be and then what to do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from types import TracebackType
 from typing import Any
 
@@ -44,7 +49,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "feddd.simulation.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "feddd.simulation.worker_process", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
@@ -111,3 +116,35 @@ class WorkerPool:
         """End those that nobody took."""
         while self._waiting:
             self._waiting.pop().kill()
+
+
+def serve(connection: Connection) -> None:
+    """Build the shard, then answer calls until the other end closes."""
+    problem = shard = None
+    try:
+        # Before anything arrives: this takes seconds, and the coordinator has much to do itself.
+        from feddd.simulation.shard import Shard
+        from feddd.simulation.workers import mapped
+    except Exception:  # whatever goes wrong here and below belongs to the coordinator, with its trace
+        problem = traceback.format_exc()
+    path, spec, layout = receive(connection)
+    samples = recv_handle(connection)
+    sys.path[:] = path
+    while True:
+        method, arguments = receive(connection)
+        result = None
+        if problem is None:
+            try:
+                # The samples are there from the first call on.
+                shard = shard or Shard(spec, mapped(samples, layout))
+                result = getattr(shard, method)(*arguments)
+            except Exception:
+                problem = traceback.format_exc()
+        connection.send((problem, result))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
+    # The coordinator may leave at any moment, also while this end reads, works or writes.
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(Connection(int(sys.argv[1])))
