@@ -545,7 +545,7 @@ def test_a_checkpoint_whose_clients_do_not_fit_the_models_is_refused(tmp_path: P
     grid = MemoryGrid({1: (honest_app(tmp_path, 3), {"client-id": "a"})})
     FedDDStrategy(FedDD(), model, poll_seconds=0.01, min_clients=1, checkpoint=file).start(grid, arrays, 1)
     good = load_checkpoint(file, dict(model.state_dict()))
-    other = dataclasses.replace(good.state, masks=(bytes(8),))
+    other = good.state.knowing(masks=[bytes(8)])
     for wrong in (
         dataclasses.replace(good, members=(dataclasses.replace(good.members[0], sub_model=1),)),
         dataclasses.replace(good, state=other),

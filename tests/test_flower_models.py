@@ -19,7 +19,7 @@ from feddd.core.units import units
 from feddd.experiments.running import build_world
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.checkpoint import load_checkpoint
-from feddd.flower.registry import grown, part_of
+from feddd.flower.registry import grown
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.protocol import digest, start
 from flower_grid import MemoryGrid
@@ -126,13 +126,11 @@ def test_a_deployment_of_a_frozen_model_gives_the_simulators_numbers(tmp_path: P
 
 def test_who_was_left_out_follows_the_clients_that_are_there() -> None:
     state = start({"w": torch.zeros(2)}, 6)
-    state = dataclasses.replace(
-        state,
-        client_memory={"left_out": np.arange(6) == 5, "seen": np.arange(6), "norm": np.arange(6.0)},
-    )
-    some = part_of(state, [2, 3, 5])
-    assert some.client_memory["left_out"].tolist() == [False, False, True]
-    assert some.client_memory["seen"].tolist() == [2, 3, 5]
+    own = {"left_out": np.arange(6) == 5, "seen": np.arange(6), "norm": np.arange(6.0)}
+    state = dataclasses.replace(state, clients=state.clients.with_own(own))
+    some = state.clients.take([2, 3, 5])
+    assert some["left_out"].tolist() == [False, False, True]
+    assert some["seen"].tolist() == [2, 3, 5]
     more = grown(state, 8)
     assert more.client_memory["left_out"].tolist() == [False] * 5 + [True, False, False]
     assert more.client_memory["seen"].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]

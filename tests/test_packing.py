@@ -27,9 +27,8 @@ def state(memory: object = None) -> ServerState:
     begun = start(model, 3)
     losses = np.array([0.1, np.nan, np.inf])
     reference = Reference({name: t + 1 for name, t in model.items()}, 2, np.array([2, 1, -1]))
-    return dataclasses.replace(
-        begun, round=4, masks=(None, b"\x00\xff", b""), losses=losses, memory=memory, reference=reference
-    )
+    begun = begun.knowing(masks=[None, b"\x00\xff\x00", b""], losses=losses)
+    return dataclasses.replace(begun, round=4, memory=memory, reference=reference)
 
 
 def through_a_file(before: ServerState) -> ServerState:
@@ -62,7 +61,9 @@ def test_a_state_comes_back_as_it_was(memory: object) -> None:
 
 def test_tensors_and_arrays_in_a_memory_come_back_as_they_were() -> None:
     moments = {"m": torch.rand(3, 2).T, "v": [torch.tensor(2, dtype=torch.int64), np.array([[1.5, np.nan]])]}
-    before = dataclasses.replace(state(moments), client_memory={"left_out": np.array([True, False, True])})
+    before = state(moments)
+    own = {"left_out": np.array([True, False, True])}
+    before = dataclasses.replace(before, clients=before.clients.with_own(own))
     after = through_a_file(before)
     assert isinstance(after.memory, dict)
     assert torch.equal(after.memory["m"], moments["m"])  # type: ignore[arg-type]

@@ -79,8 +79,8 @@ def state_of(fleet: Fleet, **known: Any) -> ServerState:
         "last_round": np.ones(len(fleet), np.int64),
     }
     facts |= {name: np.array(value, float) if isinstance(value, list) else value for name, value in known.items()}
-    facts["last_round"] = np.asarray(facts["last_round"]).astype(np.int64)
-    return dataclasses.replace(start({"w": torch.zeros(2)}, len(fleet)), **facts)
+    rest = {name: facts.pop(name) for name in ("round", "memory", "mask_error") if name in facts}
+    return dataclasses.replace(start({"w": torch.zeros(2)}, len(fleet)).knowing(**facts), **rest)
 
 
 def same(a: ServerState, b: ServerState) -> bool:

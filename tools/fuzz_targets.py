@@ -252,7 +252,8 @@ def _checkpoint(work: Path) -> Target:
     members = (Member("a", 0), Member("b", 0))
     import dataclasses
 
-    state = dataclasses.replace(start(like, 2), round=3, masks=(b"\x0f\0\0\0", None), memory=Pacer(30.0, (1.0, 2)))
+    state = start(like, 2).knowing(masks=[b"\x0f\0\0\0", None])
+    state = dataclasses.replace(state, round=3, memory=Pacer(30.0, (1.0, 2)))
     path = work / "checkpoint"
     save_checkpoint(path, Checkpoint("token", 1.5, members, ("token.3.0", ""), state))
     seed = path.read_bytes()

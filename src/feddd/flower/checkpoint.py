@@ -19,6 +19,7 @@ from feddd.core.units import Units
 from feddd.errors import InputError
 from feddd.files import parse_json, write_atomically
 from feddd.flower.registry import Member
+from feddd.strategies.clients import FACTS
 from feddd.strategies.packing import MALFORMED, expect, pack_state, unpack_state
 from feddd.strategies.protocol import ServerState
 from feddd.wire.format import unpack_mask
@@ -88,10 +89,10 @@ def _checkpoint(document: dict[str, Any], state: ServerState) -> Checkpoint:
     members = tuple(Member(**member) for member in document["members"])
     for member in members:
         expect(type(member.name) is str and type(member.sub_model) is int and member.sub_model >= 0, "members")
-    reports = (state.losses, state.oort_statistics, state.samples, state.label_coverage, state.kept_shares)
-    expect(not any(np.isinf(array).any() for array in reports), "reports")
+    reports = [state.clients[name] for name, kind in FACTS.items() if kind is np.float64]
+    expect(not any(np.isinf(column).any() for column in reports), "reports")
     versions = tuple(document["versions"])
-    expect(len(state.masks) == len(versions) == len(members) and all(type(v) is str for v in versions), "versions")
+    expect(len(state.clients) == len(versions) == len(members) and all(type(v) is str for v in versions), "versions")
     token, clock_seconds = document["token"], document["clock_seconds"]
     expect(type(token) is str, "token")
     expect(type(clock_seconds) is float and 0 <= clock_seconds < math.inf, "clock_seconds")

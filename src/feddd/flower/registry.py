@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from feddd.core.units import Units
 from feddd.flower.links import Links
@@ -61,45 +59,6 @@ def fleet_of(members: Sequence[Member], tables: Sequence[Units], links: Links) -
 
 
 def grown(state: ServerState, clients: int) -> ServerState:
-    """The state with room for clients that came late; nothing is known of them."""
-    more = clients - len(state.masks)
-    if more <= 0:
-        return state
-    unknown = np.full(more, np.nan)
-    remembered = {name: np.append(array, _nothing(array, more)) for name, array in state.client_memory.items()}
-    reference = state.reference
-    if reference is not None:
-        reference = dataclasses.replace(reference, held=np.append(reference.held, np.full(more, -1)))
-    return dataclasses.replace(
-        state,
-        masks=(*state.masks, *[None] * more),
-        losses=np.append(state.losses, unknown),
-        oort_statistics=np.append(state.oort_statistics, unknown),
-        samples=np.append(state.samples, unknown),
-        label_coverage=np.append(state.label_coverage, unknown),
-        kept_shares=np.append(state.kept_shares, unknown),
-        last_round=np.append(state.last_round, np.zeros(more, dtype=np.int64)),
-        client_memory=remembered,
-        reference=reference,
-    )
-
-
-def _nothing(array: NDArray[Any], count: int) -> NDArray[Any]:
-    """Return what a strategy remembers of clients that it has never met: NaN, zero, False."""
-    return np.full(count, np.nan if array.dtype.kind == "f" else 0, dtype=array.dtype)
-
-
-def part_of(state: ServerState, clients: Sequence[int]) -> ServerState:
-    """The state as a strategy sees it when only these clients are there."""
-    places = np.array(clients, dtype=np.int64)
-    return dataclasses.replace(
-        state,
-        masks=tuple(state.masks[place] for place in clients),
-        losses=state.losses[places],
-        oort_statistics=state.oort_statistics[places],
-        samples=state.samples[places],
-        label_coverage=state.label_coverage[places],
-        kept_shares=state.kept_shares[places],
-        last_round=state.last_round[places],
-        client_memory={name: array[places] for name, array in state.client_memory.items()},
-    )
+    """Return the state with room for clients that came late; nothing is known of them."""
+    reference = state.reference.grow(clients) if state.reference else None
+    return dataclasses.replace(state, clients=state.clients.grow(clients), reference=reference)

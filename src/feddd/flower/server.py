@@ -36,7 +36,7 @@ from feddd.flower.records import (
     write_payload,
     write_record,
 )
-from feddd.flower.registry import Member, Registry, fleet_of, grown, part_of
+from feddd.flower.registry import Member, Registry, fleet_of, grown
 from feddd.flower.round_facts import Pending, RoundFacts, metrics_of
 from feddd.flower.rounds import Answer
 from feddd.strategies.checks import Limits
@@ -169,13 +169,11 @@ class Server:
         place = self._registry.nodes[node]
         state = grown(self.expect_state(), len(self._registry.members))
         self._versions += [""] * (len(self._registry.members) - len(self._versions))
-        masks = list(state.masks)
+        clients = state.clients.record([place], label_coverage=report.label_coverage)
         if report.held != self._versions[place] or report.sub_model != before.get(report.client, report.sub_model):
-            masks[place] = None  # it does not hold what a sparse download would build on
+            clients = clients.record([place], masks=None)  # it does not hold what a sparse download would build on
             self._told.discard(place)
-        label_coverage = state.label_coverage.copy()
-        label_coverage[place] = report.label_coverage
-        self._state = dataclasses.replace(state, masks=tuple(masks), label_coverage=label_coverage)
+        self._state = dataclasses.replace(state, clients=clients)
 
     def plan(self, grid: Grid) -> Pending:
         """The method's plan for the clients that are there."""
@@ -186,13 +184,13 @@ class Server:
             raise RunError(with_reasons("no client with feddd_mod is there", self._introductions.problems()))
         fleet = fleet_of([self._registry.members[client] for client in clients], self._tables, self._links)
         rng = stream(self._seed, "strategy", state.round + 1)
-        plan = self._method.plan(part_of(state, clients), fleet, rng)
+        plan = self._method.plan(dataclasses.replace(state, clients=state.clients.take(clients)), fleet, rng)
         check_plan(plan, len(fleet))
         check_rules(plan)
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))
         downs, table = [task.down for task in plan.tasks], self._tables[0]
-        known = state.model, state.reference, len(state.masks)
+        known = state.model, state.reference, len(state.clients)
         sent = prepare(downs, *known, table, round=plan.round, seed=self._seed)
         self._moves = with_move(self._moves, sent)
         self._expect_attempts().plan()

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from feddd.errors import InputError
+from feddd.strategies.clients import FACTS, ClientTable
 from feddd.strategies.oort import Pacer
 from feddd.strategies.protocol import ServerState
 from feddd.wire.down import Reference
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 """What `unpack_state` raises for something that `pack_state` never made."""
-_ARRAYS = ("losses", "oort_statistics", "samples", "label_coverage", "kept_shares", "last_round")
+_ARRAYS = tuple(name for name in FACTS if name != "masks")
 
 
 class CannotBeSaved(InputError):
@@ -35,12 +36,12 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, tensor in named.items():
         tied = first.setdefault(tensor.data_ptr() or id(tensor), name) != name
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
-    tensors |= {f"state.{name}": torch.from_numpy(np.array(getattr(state, name))) for name in _ARRAYS}
+    tensors |= {f"state.{name}": torch.from_numpy(np.array(state.clients[name])) for name in _ARRAYS}
     document = {
         "round": state.round,
         "masks": [None if mask is None else mask.hex() for mask in state.masks],
         "memory": _packed_memory(state.memory, tensors),
-        "client_memory": _packed_memory(dict(state.client_memory), tensors),
+        "client_memory": _packed_memory(state.client_memory, tensors),
         "mask_error": None if math.isnan(state.mask_error) else state.mask_error,
         "reference": _packed(reference) if reference else None,
         "vectors": _packed_memory({name: dict(own) for name, own in state.vectors.items()}, tensors),
@@ -53,26 +54,19 @@ def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], lik
     number = document["round"]
     expect(type(number) is int and number >= 0, "round")
     masks = tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"])
-    arrays = {name: tensors[f"state.{name}"].numpy() for name in _ARRAYS}
-    for name, array in arrays.items():
-        kind = np.int64 if name == "last_round" else np.float64
-        expect(array.dtype == kind and array.shape == (len(masks),), name)
-    client_memory = _memory_of(document["client_memory"], tensors)
-    expect(
-        isinstance(client_memory, dict)
-        and all(isinstance(one, np.ndarray) and one.shape == (len(masks),) for one in client_memory.values()),
-        "memory",
-    )
+    columns = {name: tensors[f"state.{name}"].numpy() for name in _ARRAYS}
+    for name, column in columns.items():
+        expect(column.dtype == FACTS[name] and column.shape == (len(masks),), name)
+    own = _memory_of(document["client_memory"], tensors)
+    expect(isinstance(own, dict), "memory")
     return ServerState(
         round=number,
         model=_model("model.", tensors, like),
-        masks=masks,
+        clients=ClientTable({"masks": np.array(masks, dtype=object)} | columns).with_own(own),
         memory=_memory_of(document["memory"], tensors),
-        client_memory=client_memory,
         vectors=_vectors(_memory_of(document.get("vectors", {"dict": {}}), tensors), like),
         reference=_reference(document["reference"], tensors, like, len(masks)),
         mask_error=math.nan if document["mask_error"] is None else float(document["mask_error"]),
-        **arrays,
     )
 
 

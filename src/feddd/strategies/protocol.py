@@ -18,6 +18,7 @@ from torch import Tensor
 
 from feddd.core.latency import transfer_seconds
 from feddd.core.units import Units
+from feddd.strategies.clients import ClientTable
 from feddd.wire.difference import Difference
 from feddd.wire.difference import Feedback as ErrorFeedback
 from feddd.wire.down import Down, Moves, Reference, Values
@@ -185,12 +186,10 @@ class Upload:
 
 @dataclass(frozen=True)
 class ServerState:
-    """All that a server remembers between rounds; arrays are [clients], NaN where nothing is known yet.
+    """All that a server remembers between rounds.
 
-    round: rounds digested so far    masks: of each client's last counted upload; None if it holds no state
-    last_round: when it last took part, 0 for never    kept_shares: of the model that its last upload held
+    round: rounds digested so far    clients: what it knows of each of them, with the columns of the properties below
     memory: what one method needs besides; numbers, strings, arrays, tensors, and lists and dicts of them can be saved
-    client_memory: the same for each client, arrays [clients] by name; they follow the clients that are there
     reference: what differences are taken to, None where values travel as they are    mask_error: of the last round,
     NaN if nobody can measure it    vectors: what travels beside the model, none before the first round that has it;
     whoever drives the rounds keeps these three
@@ -198,18 +197,56 @@ class ServerState:
 
     round: int
     model: Mapping[str, Tensor]
-    masks: tuple[bytes | None, ...]
-    losses: Floats
-    oort_statistics: Floats
-    samples: Floats
-    label_coverage: Floats
-    kept_shares: Floats
-    last_round: NDArray[np.int64]
+    clients: ClientTable
     memory: object = None
-    client_memory: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     reference: Reference | None = None
     mask_error: float = math.nan
     vectors: Vectors = field(default_factory=dict)
+
+    def knowing(self, **facts: object) -> ServerState:
+        """Return the state with other facts about all of its clients."""
+        everybody = range(len(self.clients))
+        return dataclasses.replace(self, clients=self.clients.record(everybody, **facts))
+
+    @property
+    def masks(self) -> tuple[bytes | None, ...]:
+        """Return the mask of each client's last counted upload; None if it holds nothing that the server knows."""
+        return tuple(self.clients["masks"])
+
+    @property
+    def losses(self) -> Floats:
+        """Return the training loss that each client reported last, NaN if it never did, as in the others below."""
+        return self.clients["losses"]
+
+    @property
+    def oort_statistics(self) -> Floats:
+        """Return √(mean of squared sample losses) of each client's last report."""
+        return self.clients["oort_statistics"]
+
+    @property
+    def samples(self) -> Floats:
+        """Return how many samples each client has."""
+        return self.clients["samples"]
+
+    @property
+    def label_coverage(self) -> Floats:
+        """Return Σ_c min(C·dis_n^c, 1) of each client."""
+        return self.clients["label_coverage"]
+
+    @property
+    def kept_shares(self) -> Floats:
+        """Return the share of its model that each client's last upload held."""
+        return self.clients["kept_shares"]
+
+    @property
+    def last_round(self) -> NDArray[np.int64]:
+        """Return when each client last took part, 0 for never."""
+        return self.clients["last_round"]
+
+    @property
+    def client_memory(self) -> dict[str, NDArray[Any]]:
+        """Return what one method remembers of each client, arrays [clients] by name; see `digest`."""
+        return self.clients.own
 
 
 def check_plan(plan: Plan, clients: int) -> None:
@@ -256,18 +293,7 @@ class Strategy(Protocol):
 
 def start(model: Mapping[str, Tensor], clients: int) -> ServerState:
     """The state before round 1."""
-    unknown = np.full(clients, np.nan)
-    return ServerState(
-        round=0,
-        model=model,
-        masks=(None,) * clients,
-        losses=unknown,
-        oort_statistics=unknown,
-        samples=unknown,
-        label_coverage=unknown,
-        kept_shares=unknown,
-        last_round=np.zeros(clients, dtype=np.int64),
-    )
+    return ServerState(0, model, ClientTable.unknown(clients))
 
 
 def digest(
@@ -278,47 +304,31 @@ def digest(
     memory: object = None,
     client_memory: Mapping[str, NDArray[Any]] | None = None,
 ) -> ServerState:
-    """What every method does after a round: remember the model, the reports and the masks of those that counted.
+    """Remember what every method remembers of a round: the model, the reports and the masks of those that counted.
 
     A client whose upload did not count no longer shares a mask with the server: it gets the full model next.
+    memory, client_memory: what the method itself wants to find again, in all and for each client
     """
-    for name, array in (client_memory or {}).items():
-        if not (isinstance(array, np.ndarray) and array.shape == (len(state.masks),)):
-            raise ValueError(f"client_memory {name!r} must be an array with a number for each of the clients")
-    masks = list(state.masks)
-    losses, statistics = state.losses.copy(), state.oort_statistics.copy()
-    samples, label_coverage = state.samples.copy(), state.label_coverage.copy()
-    kept_shares, last_round = state.kept_shares.copy(), state.last_round.copy()
-    for upload in uploads:
-        last_round[upload.client] = plan.round
-        masks[upload.client] = None
-        if upload.status == "ok":
-            masks[upload.client] = upload.mask
-            kept_shares[upload.client] = upload.kept_share
-            losses[upload.client] = upload.train_loss
-            statistics[upload.client] = upload.oort_statistic
-            samples[upload.client] = upload.samples
-            if not math.isnan(upload.label_coverage):  # told once
-                label_coverage[upload.client] = upload.label_coverage
-    return dataclasses.replace(
-        state,
-        round=plan.round,
-        model=model,
-        masks=tuple(masks),
-        losses=losses,
-        oort_statistics=statistics,
-        samples=samples,
-        label_coverage=label_coverage,
-        kept_shares=kept_shares,
-        last_round=last_round,
-        memory=memory,
-        client_memory=client_memory or {},
+    good = [upload for upload in uploads if upload.status == "ok"]
+    told = [upload for upload in good if not math.isnan(upload.label_coverage)]  # a deployment tells it once
+    clients = state.clients.with_own(client_memory or {})
+    clients = clients.record([upload.client for upload in uploads], last_round=plan.round, masks=None)
+    clients = clients.record(
+        [upload.client for upload in good],
+        masks=[upload.mask for upload in good],
+        kept_shares=[upload.kept_share for upload in good],
+        losses=[upload.train_loss for upload in good],
+        oort_statistics=[upload.oort_statistic for upload in good],
+        samples=[upload.samples for upload in good],
     )
+    coverage = [upload.label_coverage for upload in told]
+    clients = clients.record([upload.client for upload in told], label_coverage=coverage)
+    return dataclasses.replace(state, round=plan.round, model=model, clients=clients, memory=memory)
 
 
 def download_shares(state: ServerState, everything: NDArray[np.bool_]) -> Floats:
     """The share of each client's model that its next download holds: `everything`, or what it sent last."""
-    unknown = np.isnan(state.kept_shares) | np.array([mask is None for mask in state.masks])
+    unknown = np.isnan(state.kept_shares) | (state.clients["masks"] == None)  # noqa: E711
     return np.where(everything | unknown, 1.0, state.kept_shares)
 
 

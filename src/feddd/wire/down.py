@@ -181,6 +181,11 @@ class Reference:
     held: NDArray[np.int64]
     sizes: tuple[int, ...] = ()
 
+    def grow(self, clients: int) -> Reference:
+        """Return it with room for so many clients; new ones hold none."""
+        more = np.full(max(0, clients - len(self.held)), -1)
+        return dataclasses.replace(self, held=np.append(self.held, more))
+
 
 @dataclass(frozen=True)
 class Sending:
