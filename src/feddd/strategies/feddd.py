@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,18 +12,7 @@ from torch import Tensor
 
 from feddd.core.allocation import Allocation, allocate, check_budget
 from feddd.core.selection import Score, Selector, check_selector
-from feddd.strategies.adapting import (
-    TARGETS,
-    Target,
-    after_trial,
-    begin_trials,
-    budget_for_bytes,
-    budget_for_seconds,
-    mean_loss,
-    seconds_of,
-    staying_out,
-    trial_budget,
-)
+from feddd.strategies.feddd_rules import Absences, Broadcasts, Budget, Coming, Target, make_budget, memory_of
 from feddd.strategies.protocol import (
     Feedback,
     Fleet,
@@ -88,102 +77,73 @@ class FedDD:
 
     def __post_init__(self) -> None:
         check_budget(1.0 if self.budget == "auto" else self.budget, self.max_dropout)
-        self._check_adapting()
+        # Whatever is wrong with the settings of a rule, building it says so.
+        broadcasts = self.broadcasts
+        _ = self.budget_rule, self.absences
+        check_bits(self.value_bits, self.error_feedback)
+        check_selector(self.selector)
         if not (np.isfinite(self.penalty) and self.penalty >= 0):
             raise ValueError(f"penalty must be finite and at least 0, not {self.penalty}")
-        if self.broadcast_every < 0:
-            raise ValueError(f"broadcast_every must be at least 0 (0: never), not {self.broadcast_every}")
-        turns = [turn for turn, _ in self.broadcast_later]
-        if turns != sorted(set(turns)) or any(turn < 2 or every < 0 for turn, every in self.broadcast_later):
-            raise ValueError(
-                "broadcast_later takes (round, h) pairs with rounds that go up from 2 and h of at least 0 (0: never), "
-                f"not {[list(pair) for pair in self.broadcast_later]}"
-            )
-        check_bits(self.value_bits, self.error_feedback)
-        periods = [self.broadcast_every, *(every for _, every in self.broadcast_later)]
-        if self.value_bits < 32 and 0 in periods:
-            raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
         if self.download not in DOWNLOADS:
             raise ValueError(f"download must be one of {', '.join(DOWNLOADS)}, not {self.download!r}")
-        check_selector(self.selector)
         if self.rates not in RATES:
             raise ValueError(f"rates must be one of {', '.join(RATES)}, not {self.rates!r}")
-
-    def _check_adapting(self) -> None:
-        if self.auto_target not in TARGETS:
-            raise ValueError(f"auto_target must be one of {', '.join(TARGETS)}, not {self.auto_target!r}")
-        if self.budget == "auto" and self.auto_target != "progress" and not 0 < self.auto_value < np.inf:
-            raise ValueError(f"auto_target {self.auto_target!r} needs an auto_value above 0, not {self.auto_value}")
-        if self.budget == "auto" and self.auto_target == "run_bytes" and self.auto_rounds < 1:
-            raise ValueError("auto_target 'run_bytes' needs auto_rounds, the rounds that share the bytes")
         if self.budget == "auto" and self.rates == "uniform":
             raise ValueError('budget = "auto" goes with rates = "differential"')
-        if self.broadcast_error is not None and not self.broadcast_error > 0:
-            raise ValueError(f"broadcast_error must be above 0, not {self.broadcast_error}")
         if self.error_feedback == "all" and self.leave_out:
             raise ValueError("error_feedback 'all' does not go with leave_out: what a client missed is not known to it")
-        if not 0 <= self.leave_out < 1 or self.max_absence < 1:
-            raise ValueError("leave_out must lie between 0 and 1, and max_absence be at least 1")
+        if self.value_bits < 32 and not broadcasts.always_come:
+            raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
+
+    @property
+    def budget_rule(self) -> Budget:
+        """Return how A is chosen."""
+        return make_budget(self.budget, self.auto_target, self.auto_value, self.auto_rounds, 1.0 - self.max_dropout)
+
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """Return when everybody is sent the full model."""
+        return Broadcasts(self.broadcast_every, self.broadcast_later, self.broadcast_error)
+
+    @property
+    def absences(self) -> Absences:
+        """Return who stays out of a round."""
+        return Absences(self.leave_out, self.max_absence)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Round 1 is full both ways; later ones drop by the rates and download what each client sent last."""
-        number, fleet = state.round + 1, fleet.in_bits(self.value_bits)
-        unknown = set(self.always_send) - set(fleet.layer_bits)
-        if unknown:
-            known = ", ".join(fleet.layer_bits)
-            raise ValueError(f"always_send: the model has no layer {sorted(unknown)[0]!r}; its layers are {known}")
-        if set(self.always_send) == set(fleet.layer_bits):
-            raise ValueError("always_send names every layer: nothing is left to drop")
+        fleet = fleet.in_bits(self.value_bits)
+        self._check_layers(fleet)
         # A first upload of everything tells the server what models there are; where they are equal it knows.
         drops = state.round > 0 or (self.value_bits < 32 and not fleet.heterogeneous)
         rates = self.dropout_rates(state, fleet) if drops else np.zeros(len(fleet))
-        everything, broadcast = self._gets_everything(state), self.broadcasts(state)
-        tells_coverage = self._tells_coverage(state, fleet)
+        everything, broadcast = self._gets_everything(state), self.broadcasts.due(state)
+        tells_coverage, masks = self._tells_coverage(state, fleet), state.masks
         tasks = tuple(
             Task(
                 client,
                 self._upload(float(rates[client])),
-                download(None if everything[client] else state.masks[client], self.value_bits, broadcast=broadcast),
+                download(None if everything[client] else masks[client], self.value_bits, broadcast=broadcast),
                 coverage=tells_coverage,
             )
             for client in range(len(fleet))
             if rates[client] < 1.0
         )
-        return Plan(number, tasks, broadcast)
+        return Plan(state.round + 1, tasks, broadcast)
 
-    def _upload(self, dropout: float) -> Chain:
-        """What a client sends: its best units, as they are or as rounded differences."""
-        best = Select(dropout, self.selector, self.always_send)
-        return chain(*value_stages(self.value_bits, self.error_feedback, best))
-
-    def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
-        """Whether CR(k) goes down in the coming round: once, to everybody, as soon as the models are known."""
-        return state.round == 1 and fleet.heterogeneous and self.selector == "importance"
-
-    def broadcasts(self, state: ServerState) -> bool:
-        """Whether the coming round begins with the full model for everybody."""
-        every = self.broadcast_period(state.round)
-        drift = _remembered(state, "drift", 0.0) + np.nan_to_num(state.mask_error)
-        if self.broadcast_error is not None and drift >= self.broadcast_error:
-            return True
-        return state.round == 0 or (every > 0 and state.round % every == 0)
-
-    def _gets_everything(self, state: ServerState) -> NDArray[np.bool_]:
-        """Who downloads the full model in the coming round: who failed in the last may have missed a broadcast."""
-        failed = state.last_round < state.round
-        failed[_left_out(state)] = False
-        return failed | self.broadcasts(state)
-
-    def broadcast_period(self, number: int) -> int:
-        """h in a round: the last of `broadcast_later` that has begun."""
-        later = [every for turn, every in self.broadcast_later if turn <= number]
-        return later[-1] if later else self.broadcast_every
+    def absorb(
+        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
+    ) -> ServerState:
+        """Remember the new model, the losses and the masks, and what the next choices need."""
+        memory = self.budget_rule.remember(memory_of(state), plan, uploads, fleet)
+        memory |= self.broadcasts.remember(state, plan)
+        return digest(state, plan, uploads, model, memory or None, self.absences.remember(state, plan))
 
     def dropout_rates(self, state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
-        """D_n for the coming round, from what the last ones reported."""
-        contributed = contribution(state, fleet)
-        share = 0.0 if self.broadcasts(state) or self._tells_coverage(state, fleet) else self.leave_out
-        out = staying_out(state, fleet, contributed, share, self.max_absence)
+        """Return D_n for the coming round, from what the last ones reported; 1 for those that stay out of it."""
+        contributed, out = contribution(state, fleet), np.zeros(len(fleet), dtype=np.bool_)
+        if not (self.broadcasts.due(state) or self._tells_coverage(state, fleet)):
+            out = self.absences.choose(state, fleet, contributed)
         rates = np.ones(len(fleet))
         if self.rates == "uniform" and self.budget != "auto":
             rates[~out] = 1.0 - self._within(self.budget, fleet, out)
@@ -192,10 +152,10 @@ class FedDD:
         droppable_bits = fleet.droppable_bits - always_bits
         constant_seconds = fleet.compute_seconds + (fleet.fixed_bits + always_bits) * fleet.seconds_per_bit
         full_seconds = float((constant_seconds + droppable_bits * fleet.seconds_per_bit).max())
-        seconds_per_bit = fleet.seconds_per_bit
+        seconds_per_bit, everything = fleet.seconds_per_bit, self._gets_everything(state)
         if self.download == "fixed":
             seconds_per_bit = 1.0 / fleet.uplink_bits_per_s
-            coming_bits = download_shares(state, self._gets_everything(state)) * droppable_bits
+            coming_bits = download_shares(state, everything) * droppable_bits
             constant_seconds = constant_seconds + coming_bits / fleet.downlink_bits_per_s
 
         def at(budget: float) -> Allocation:
@@ -209,71 +169,39 @@ class FedDD:
                 penalty=self.penalty * full_seconds,
             )
 
-        rates[~out] = at(self._chosen_budget(state, fleet, lambda budget: at(budget).round_seconds)).dropout
+        least = 1.0 - self.max_dropout
+        coming = Coming(state, fleet, everything, least, lambda budget: at(budget).round_seconds)
+        rates[~out] = at(self.budget_rule.choose(coming)).dropout
         return rates
 
+    def _check_layers(self, fleet: Fleet) -> None:
+        unknown = set(self.always_send) - set(fleet.layer_bits)
+        if unknown:
+            known = ", ".join(fleet.layer_bits)
+            raise ValueError(f"always_send: the model has no layer {sorted(unknown)[0]!r}; its layers are {known}")
+        if set(self.always_send) == set(fleet.layer_bits):
+            raise ValueError("always_send names every layer: nothing is left to drop")
+
+    def _upload(self, dropout: float) -> Chain:
+        """Return what a client sends: its best units, as they are or as rounded differences."""
+        best = Select(dropout, self.selector, self.always_send)
+        return chain(*value_stages(self.value_bits, self.error_feedback, best))
+
+    def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
+        """Return whether CR(k) goes down: once, to everybody, as soon as the models are known."""
+        return state.round == 1 and fleet.heterogeneous and self.selector == "importance"
+
+    def _gets_everything(self, state: ServerState) -> NDArray[np.bool_]:
+        """Return who downloads the full model: everybody, or those that failed, who may have missed a broadcast."""
+        failed = (state.last_round < state.round) & ~self.absences.remembered(state)
+        return failed | self.broadcasts.due(state)
+
     def _within(self, budget: float, fleet: Fleet, out: NDArray[np.bool_]) -> float:
-        """The budget of those that take part, so that the fleet uploads as much as if nobody stayed out."""
+        """Return the budget of those that take part, so that the fleet uploads as much as if nobody stayed out."""
         if not out.any():
             return budget
         share = float(fleet.droppable_bits.sum() / fleet.droppable_bits[~out].sum())
         return min(max(budget * share, 1.0 - self.max_dropout), 1.0)
-
-    def _chosen_budget(self, state: ServerState, fleet: Fleet, seconds_at: Callable[[float], float]) -> float:
-        """A for the coming round."""
-        if self.budget != "auto":
-            return self.budget
-        least = 1.0 - self.max_dropout
-        if self.auto_target == "round_seconds":
-            return budget_for_seconds(seconds_at, self.auto_value, least)
-        if self.auto_target == "progress":
-            return trial_budget(state.memory if _is_trial(state.memory) else begin_trials(0.6), state.round + 1, least)
-        allowed = self.auto_value
-        if self.auto_target == "run_bytes":
-            left = max(1, self.auto_rounds - state.round)
-            allowed = max(0.0, allowed - _remembered(state, "spent", 0.0)) / left
-        shares = download_shares(state, self._gets_everything(state))
-        down = float((shares * fleet.droppable_bits + fleet.fixed_bits).sum()) / 8
-        whole = float(fleet.droppable_bits.sum()) / 8
-        return budget_for_bytes(allowed, down, float(fleet.fixed_bits.sum()) / 8, whole, least)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model, the losses and the masks, and what the next choices need."""
-        memory: dict[str, Any] = {}
-        if self.budget == "auto" and self.auto_target == "progress":
-            memory = dict(state.memory) if _is_trial(state.memory) else begin_trials(0.6)
-            loss, least = mean_loss(uploads), 1.0 - self.max_dropout
-            if not np.isnan(loss):
-                memory = after_trial(memory, plan.round, loss, seconds_of(uploads, fleet), least)
-        if self.budget == "auto" and self.auto_target == "run_bytes":
-            sent = sum(upload.upload_bytes + upload.download_bytes for upload in uploads)
-            memory["spent"] = _remembered(state, "spent", 0.0) + float(sent)
-        if self.broadcast_error is not None:
-            drift = _remembered(state, "drift", 0.0) + float(np.nan_to_num(state.mask_error))
-            memory["drift"] = 0.0 if plan.broadcast else drift
-        by_client: dict[str, NDArray[np.bool_]] = {}
-        if self.leave_out:
-            left_out = _left_out(state) | (state.last_round == state.round)
-            # Nobody is left out of a broadcast: who was not asked was not there, and has missed it.
-            left_out[[task.client for task in plan.tasks] if not plan.broadcast else slice(None)] = False
-            by_client["left_out"] = left_out
-        return digest(state, plan, uploads, model, memory or None, by_client)
-
-
-def _is_trial(memory: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(memory, dict) and "gains" in memory
-
-
-def _remembered(state: ServerState, key: str, default: float) -> float:
-    return float(state.memory.get(key, default)) if isinstance(state.memory, dict) else default
-
-
-def _left_out(state: ServerState) -> NDArray[np.bool_]:
-    """Return which clients have only not been asked since they last answered."""
-    nobody = np.zeros(len(state.masks), dtype=np.bool_)
-    return state.client_memory.get("left_out", nobody).copy()
 
 
 def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """What FedDD chooses by itself: the budget for a target, when to broadcast, and who stays out of a round."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import RoundRecord, Simulation
-from feddd.strategies.adapting import (
+from feddd.strategies.feddd import FedDD
+from feddd.strategies.feddd_rules import (
     STEP,
     TRIALS,
-    after_trial,
-    begin_trials,
-    budget_for_bytes,
-    budget_for_seconds,
-    trial_budget,
+    BytesBudget,
+    Coming,
+    FixedBudget,
+    ProgressBudget,
+    RunBytesBudget,
+    SecondsBudget,
 )
-from feddd.strategies.feddd import FedDD
 from feddd.strategies.protocol import Plan, Task, Upload, start
+from test_protocol import fleet_of, state_of
 from worlds import experiment
 
 
@@ -40,30 +42,62 @@ def sent(record: RoundRecord) -> float:
     return sum(row.upload.upload_bytes + row.upload.download_bytes for row in record.clients)
 
 
+def coming(seconds_at: Callable[[float], float] = lambda budget: budget, **known: Any) -> Coming:
+    """Round 2 of ten clients that each upload 80 bits that can be dropped and 8 that cannot, and are sent the same."""
+    fleet = dataclasses.replace(fleet_of([10.0] * 10), droppable_bits=np.full(10, 80.0), fixed_bits=np.full(10, 8.0))
+    return Coming(state_of(fleet, **known), fleet, np.ones(10, dtype=np.bool_), 0.2, seconds_at)
+
+
 @given(st.floats(0.2, 1.0), st.floats(1.0, 100.0))
 def test_the_budget_for_a_time_is_the_largest_that_keeps_it(wanted: float, scale: float) -> None:
-    found = budget_for_seconds(lambda budget: scale * budget, scale * wanted, 0.2)
+    found = SecondsBudget(scale * wanted).choose(coming(lambda budget: scale * budget))
     assert found == pytest.approx(wanted, abs=1e-6)
     assert scale * found <= scale * wanted * (1 + 1e-9)
-    assert budget_for_seconds(lambda budget: scale * budget, 0.0, 0.2) == 0.2
+    assert SecondsBudget(0.0).choose(coming(lambda budget: scale * budget)) == 0.2
 
 
 def test_the_budget_for_bytes_leaves_room_for_what_comes_down() -> None:
-    assert budget_for_bytes(allowed=100.0, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == pytest.approx(0.5)
-    assert budget_for_bytes(allowed=10.0, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == 0.2
-    assert budget_for_bytes(allowed=1e9, down=40.0, fixed_up=10.0, whole_up=100.0, least=0.2) == 1.0
+    # 110 bytes come down, 10 go up in any case, 100 if nothing is dropped.
+    assert BytesBudget(170.0).choose(coming()) == pytest.approx(0.5)
+    assert BytesBudget(80.0).choose(coming()) == 0.2
+    assert BytesBudget(1e9).choose(coming()) == 1.0
+
+
+def test_a_runs_bytes_are_shared_by_the_rounds_that_are_left() -> None:
+    rule = RunBytesBudget(1000.0, rounds=6)
+    upload = Upload(0, upload_bytes=40, download_bytes=10)
+    spent = rule.remember({"spent": 100.0}, Plan(1, ()), [upload], coming().fleet)
+        {"spent": 100.0}, Plan(1, ()), [Upload(0, upload_bytes=40, download_bytes=10)], coming().fleet
+    )
+    assert spent == {"spent": 150.0}
+    assert rule.choose(coming(memory=spent)) == BytesBudget(850.0 / 5).choose(coming())
+    assert rule.choose(coming(memory={"spent": 2000.0})) == 0.2
 
 
 @pytest.mark.parametrize("better", ["below", "above"])
 def test_trials_move_to_the_budget_that_brings_more_per_second(better: str) -> None:
-    memory, loss = begin_trials(0.6), 10.0
-    assert (trial_budget(memory, 1, 0.2), trial_budget(memory, 2, 0.2)) == (0.6 / STEP, 0.6 * STEP)
+    rule, fleet = ProgressBudget(0.2), coming().fleet
+    tried = [rule.choose(coming(round=number)) for number in (0, 1)]
+    assert tried == [0.6 / STEP, 0.6 * STEP]
+    memory: dict[str, Any] = {}
+    loss = 10.0
     for number in range(1, 2 * TRIALS + 2):
-        memory = after_trial(memory, number, loss, 1.0, 0.2)
+        upload = Upload(0, train_loss=loss, samples=1, upload_bytes=1, download_bytes=1)
+        memory = rule.remember(memory, Plan(number, ()), [upload], fleet)
         tried_below = number % 2 == 1
         loss -= 0.2 if tried_below == (better == "below") else 0.1
     assert memory["budget"] == pytest.approx(0.6 / STEP if better == "below" else 0.6 * STEP)
     assert memory["gains"] == [[0.0, 0.0, 0], [0.0, 0.0, 0]]
+    assert rule.remember(memory, Plan(99, ()), [], fleet) == memory
+
+
+def test_fedds_fields_make_its_rules() -> None:
+    assert FedDD(budget=0.4).budget_rule == FixedBudget(0.4)
+    assert FedDD(budget="auto", max_dropout=0.75).budget_rule == ProgressBudget(0.25)
+    rules = {"round_seconds": SecondsBudget(5.0), "round_bytes": BytesBudget(5.0), "run_bytes": RunBytesBudget(5.0, 7)}
+    for target, rule in rules.items():
+        made: Any = FedDD(budget="auto", auto_target=target, auto_value=5.0, auto_rounds=7)  # type: ignore[arg-type]
+        assert made.budget_rule == rule
 
 
 def test_a_round_keeps_to_its_time(simulation: Simulation) -> None:
