@@ -67,8 +67,6 @@ def test_a_runs_bytes_are_shared_by_the_rounds_that_are_left() -> None:
     rule = RunBytesBudget(1000.0, rounds=6)
     upload = Upload(0, upload_bytes=40, download_bytes=10)
     spent = rule.remember({"spent": 100.0}, Plan(1, ()), [upload], coming().fleet)
-        {"spent": 100.0}, Plan(1, ()), [Upload(0, upload_bytes=40, download_bytes=10)], coming().fleet
-    )
     assert spent == {"spent": 150.0}
     assert rule.choose(coming(memory=spent)) == BytesBudget(850.0 / 5).choose(coming())
     assert rule.choose(coming(memory={"spent": 2000.0})) == 0.2
