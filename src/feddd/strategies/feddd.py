@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.allocation import Allocation, allocate, check_budget
-from feddd.core.selection import Score, Selector, check_selector
+from feddd.core.selection import Score, Selector, ranking_of
 from feddd.strategies.adapting import (
     TARGETS,
     Target,
@@ -105,7 +105,7 @@ class FedDD:
             raise ValueError("value_bits below 32 needs full broadcasts, to which differences are taken: not h = 0")
         if self.download not in DOWNLOADS:
             raise ValueError(f"download must be one of {', '.join(DOWNLOADS)}, not {self.download!r}")
-        check_selector(self.selector)
+        ranking_of(self.selector)
         if self.rates not in RATES:
             raise ValueError(f"rates must be one of {', '.join(RATES)}, not {self.rates!r}")
 
@@ -158,7 +158,7 @@ class FedDD:
 
     def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
         """Whether CR(k) goes down in the coming round: once, to everybody, as soon as the models are known."""
-        return state.round == 1 and fleet.heterogeneous and self.selector == "importance"
+        return state.round == 1 and fleet.heterogeneous and ranking_of(self.selector).covered
 
     def broadcasts(self, state: ServerState) -> bool:
         """Whether the coming round begins with the full model for everybody."""
