@@ -252,7 +252,7 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
     training = _training(experiment, data, parts[0], prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    return World(data, parts, devices, experiment.model.network, training, seed, faults)
+    return World(data, parts, devices, experiment.model.network, training, seed, faults, experiment.model.units)
 
 
 def _held_out(

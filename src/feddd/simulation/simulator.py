@@ -19,7 +19,6 @@ from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
-from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
@@ -55,7 +54,7 @@ class EverybodyDiverged(RunError):
 class World:
     """What all strategies of an experiment share: data split, devices, initial weights, batch order.
 
-    parts: each client's sample numbers    model: a name or import path
+    parts: each client's sample numbers    model: a name or import path    units: an import path; None for channels
     """
 
     dataset: Dataset
@@ -65,6 +64,7 @@ class World:
     training: Training
     seed: int
     faults: Faults = field(default_factory=Faults)
+    units: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,12 @@ class Simulation:
         module = models.build(world.model, shape, data.classes, seed=world.seed)
         models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        self.units = units(module)
         self._convolves = convolves(module)
         self._chain = is_chain(module)
         count = models.widths(world.model)
-        self._tables = [self.units] + [
-            units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
-        ]
+        modules = [module, *(models.build(world.model, shape, data.classes, w) for w in range(1, count))]
+        self._tables = models.layer_tables(modules, world.units)
+        self.units = self._tables[0]
         self._width_of = [client % count for client in range(len(world.parts))]
         self._client_tables = [self._tables[width] for width in self._width_of]
         devices = world.devices
@@ -202,7 +201,7 @@ class Simulation:
     def check(self, plan: Plan) -> None:
         """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
         try:
-            check_plan(plan, len(self.fleet))
+            check_plan(plan, len(self.fleet), self.units)
         except ValueError as error:
             raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):
@@ -314,6 +313,7 @@ class Simulation:
         return [
             ShardSpec(
                 model=world.model,
+                units=world.units,
                 classes=world.dataset.classes,
                 seed=world.seed,
                 training=world.training,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from feddd.core.granularity import Granularity
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.experiments.config import Experiment
@@ -48,6 +49,10 @@ def build_model(world: World, width: int = 0) -> torch.nn.Module:
     return models.build(world.model, world.dataset.image_shape, world.dataset.classes, width, seed=world.seed)
 
 
+def _granularity(world: World) -> Granularity | None:
+    return None if world.units is None else models.import_object(world.units)
+
+
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """One strategy of the experiment; every round leaves a line in the out folder's rounds.jsonl."""
@@ -77,6 +82,7 @@ def main(grid: Grid, context: Context) -> None:
         links=links_of(world) if config["fixed-links"] else None,
         checkpoint=out / "server.safetensors",
         on_round=note,
+        units=_granularity(world),
     )
     arrays = ArrayRecord(dict(modules[0].state_dict()))
     strategy.start(grid, arrays, int(config["rounds"]), evaluate_fn=test)
@@ -136,7 +142,7 @@ def _mod(message: Message, context: Context, call_next: Callable[[Message, Conte
     """feddd_mod for the model of the run's experiment."""
     _, world = _of(context)
     makers = [lambda width=width: build_model(world, width) for width in range(models.widths(world.model))]
-    return feddd_mod(makers, label_counts=_label_counts)(message, context, call_next)
+    return feddd_mod(makers, label_counts=_label_counts, units=_granularity(world))(message, context, call_next)
 
 
 client = ClientApp(mods=[_mod])

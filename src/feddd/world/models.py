@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from feddd.core.granularity import tables_of
+from feddd.core.units import Units
 from feddd.errors import InputError, nearest
 
 # Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
@@ -124,6 +126,19 @@ def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None
     if not isinstance(logits, Tensor) or logits.shape != (len(sample), classes):
         shape = tuple(logits.shape[1:]) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(f"model {name!r} gives outputs of shape {shape} per sample; the labels need ({classes},)")
+
+
+def layer_tables(modules: Sequence[nn.Module], path: str | None) -> list[Units]:
+    """Return the layer tables of a model and its narrower versions.
+
+    path: of a function that makes a table of a module; None for `feddd.units`
+    """
+    if path is None:
+        return tables_of(modules)
+    try:
+        return tables_of(modules, import_object(path))
+    except ValueError as error:
+        raise InputError(f"model.{error}") from error
 
 
 def import_from(folder: Path) -> None:
