@@ -373,7 +373,7 @@ def test_workers_share_one_copy_of_the_samples(world, channels_last):
     assert np.array_equal(test.images.numpy(), data.test_images)
 
 
-def test_after_a_full_broadcast_nobody_has_state_of_its_own(world):
+def test_clients_keep_what_they_did_not_send_and_a_full_download_does_not_use_it(world):
     with Simulation(world, workers=1) as simulation:
         run = simulation.run(FedDD(broadcast_every=3), 4)
         shard = simulation._engine._workers[0]._shard
