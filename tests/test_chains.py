@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,15 +19,17 @@ from chains import (
     TABLES,
     at_clients,
     equal,
+    model_of,
+    some_units,
     stages_of,
 )
 from feddd.core.units import units
-from feddd.wire.chosen import one
-from feddd.wire.difference import Difference, Feedback
+from feddd.wire.chosen import ChosenUnits, one
+from feddd.wire.difference import Deferred, Difference, Feedback
 from feddd.wire.exchange import Chain, chain, decode, encode, payload_sizes, read, through_bytes, write
-from feddd.wire.format import PayloadError, pack_mask
+from feddd.wire.format import PayloadError, pack_mask, unpack_mask
 from feddd.wire.quantised import Bits, Ternary
-from feddd.wire.select import Blocks, Given, Select, TopK
+from feddd.wire.select import Blocks, Given, Select, TopK, complement
 from feddd.wire.stage import At, Known
 
 every_chain = pytest.mark.parametrize(("model", "base", "chooser", "writer"), COMBINATIONS)
@@ -208,6 +214,76 @@ def test_the_bytes_of_earlier_versions_are_written_and_read(name: str) -> None:
     assert write(line, update, 0, table).hex() == OLD[name]
     found = read(line, bytes.fromhex(OLD[name]), table)
     assert torch.equal(found.chosen.take(found.values, 0, table), update.chosen.take(update.values, 0, table))
+
+
+def test_error_feedback_that_counts_replaced_values_owes_what_a_loop_owes() -> None:
+    """A full download replaces values that were never sent: what they were ahead of the reference is owed."""
+    table = TABLES["statistics"]
+    line = chain(Difference(), Feedback(replaced=True), Select(0.5, "delta"), Bits(2, "nearest"))
+    owed = {slot.name: torch.zeros(slot.shape) for slot in table.slots}
+    state: dict[str, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] = {}  # the client's own values of the last round
+    last = table.full_mask()
+    for number in range(1, 7):
+        full = number % 2 == 1
+        known = Known(*(model_of(table, 10 * number + n) for n in range(4)))
+        received = table.full_mask() if full else last
+        at = at_clients(table, [2], round=number, known=known, masks=[None if full else pack_mask(last, table)])
+        update, (state,) = encode([line], [state], at)
+        assert isinstance(update.chosen, ChosenUnits)
+        for layer in table.layers:
+            for unit in range(layer.units):
+                wanted = {}
+                for slot in layer.slots:
+                    if full and kept and not last[layer.name][unit]:
+                        owed[slot.name][unit] += kept[slot.name][unit] - known.replaced[slot.name][unit]
+                    base = known.sent if received[layer.name][unit] else known.reference
+                    wanted[slot.name] = (at.after[slot.name][0] - base[slot.name])[unit] + owed[slot.name][unit]
+                if not update.chosen.masks[layer.name][0][unit]:
+                    continue
+                step = max(float(own.abs().max()) for own in wanted.values())
+                for name, own in wanted.items():
+                    came = step * torch.floor(own / step + 0.5).clamp(-1, 1)
+                    assert torch.allclose(update.values[name][0][unit], came, atol=1e-5)
+                    owed[name][unit] = own - came
+        last, kept = one(update.chosen.masks, 0), one(at.after, 0)
+        expected = torch.cat([owed[slot.name].reshape(-1) for slot in table.slots])
+        torch.testing.assert_close(state["residual"], expected, rtol=0, atol=1e-4)
+    full_at = replace(at, masks=[None])
+    lines = [line, chain(Difference(), Feedback(), *line.stages[2:])]
+    counted, not_counted = (encode([each], [state], full_at)[1][0]["residual"] for each in lines)
+    assert not torch.equal(counted, not_counted)
+
+
+@pytest.mark.parametrize("rounding", ["random", "nearest"])
+@pytest.mark.parametrize("model", TABLES)
+def test_rounded_differences_to_a_masked_download_are_what_a_loop_gives(model: str, rounding: Any) -> None:
+    """A client that was sent some units takes the others to the reference; the server adds its own values and that."""
+    table = TABLES[model]
+    line = chain(Difference(), Select(0.5, "delta"), Bits(4, rounding))
+    known = Known(*(model_of(table, seed) for seed in (1, 2, 3)))
+    packed = [some_units(table), None, pack_mask(complement(unpack_mask(some_units(table), table)), table)]
+    ways = [at_clients(table, [0, 3, 5], wire=wire, known=known, masks=packed) for wire in (False, True)]
+    (quick, _), (written, _) = (encode([line] * 3, [{}] * 3, at) for at in ways)
+    assert isinstance(quick.values, Deferred)
+    assert not isinstance(written.values, Deferred)
+    found, arrived = (decode(line, update, ways[0]) for update in (quick, written))
+    assert isinstance(found.chosen, ChosenUnits)
+    for place, layer in itertools.product(range(3), table.layers):
+        received = table.full_mask() if packed[place] is None else unpack_mask(packed[place] or b"", table)
+        for unit in np.flatnonzero(found.chosen.masks[layer.name][place]):
+            at_client, at_server = (
+                (known.sent, known.server) if received[layer.name][unit] else (known.reference, known.reference)
+            )
+            moved = {s.name: (ways[0].after[s.name][place] - at_client[s.name])[unit] for s in layer.slots}
+            step = max(float(own.abs().max()) for own in moved.values()) / 7
+            for name, own in moved.items():
+                value = found.values[name][place][unit]
+                assert torch.equal(value, arrived.values[name][place][unit])
+                assert torch.equal(quick.values[name][place][unit], written.values[name][place][unit])
+                code = (value - at_server[name][unit]) / step
+                assert float((code - code.round()).abs().max()) < 1e-3
+                assert float((code - own / step).abs().max()) <= (0.5 if rounding == "nearest" else 1.0) + 1e-3
 
 
 def test_error_feedback_owes_what_a_loop_owes() -> None:

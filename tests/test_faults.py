@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -202,6 +203,55 @@ def test_a_faulty_run_that_was_interrupted_goes_on_with_the_same_bits(world):
         rest = list(simulation.run(strategy, 6, after=snapshot))
     assert repr(facts(rest)) == repr(facts(whole[3:]))
     assert same_model(rest, whole)
+
+
+FEEDBACK = FedDD(value_bits=2, broadcast_every=2, error_feedback="all")
+
+
+def owed_after(world, faults, rounds):
+    """What every client owes after each round, and how its answer ended."""
+    found = []
+    with Simulation(dataclasses.replace(world, faults=faults), workers=1) as simulation:
+        shard = simulation._engine._workers[0]._shard
+        for record in simulation.run(FEEDBACK, rounds):
+            residuals = {client: state["residual"] for client, state in shard.snapshot().items()}
+            found.append((residuals, {row.upload.client: row.upload.status for row in record.clients}))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["crashed", "garbage"])
+def test_a_client_whose_answer_is_lost_on_its_way_owes_as_if_it_had_arrived(world, kind):
+    # As in a deployment: a client keeps its state before it sends, and does not hear what became of its answer.
+    ((fine, _),), ((struck, ends),) = (owed_after(world, faults, 1) for faults in (Faults(), Faults(**{kind: 0.4})))
+    assert {status.partition(":")[0] for status in ends.values()} == {"ok", "lost" if kind == "crashed" else "refused"}
+    assert all(np.array_equal(struck[client], fine[client]) for client in ends)
+    assert all(residual.any() for residual in struck.values())
+
+
+@pytest.mark.parametrize("kind", ["lost", "late"])
+def test_a_client_that_does_not_take_part_owes_what_it_owed(world, kind):
+    found = owed_after(world, Faults(**{kind: 0.4}, deadline_seconds=30.0), 4)
+    away = 0
+    for (before, _), (after, ends) in pairwise(found):
+        for client, status in ends.items():
+            if status != "ok":
+                away += status == kind
+                assert np.array_equal(before.get(client, 0.0), after.get(client, 0.0))
+            else:
+                assert not np.array_equal(before.get(client), after[client])
+    assert away
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_what_clients_owe_outlives_an_interruption_also_of_those_that_never_counted(world, stop):
+    faulty = dataclasses.replace(world, faults=Faults(crashed=0.4))
+    with Simulation(faulty, workers=1) as simulation:
+        whole = list(simulation.run(FEEDBACK, 4))
+        record = list(simulation.run(FEEDBACK, stop))[-1]
+        snapshot = simulation.snapshot(record, simulation.holding(FEEDBACK, record.state))
+    assert any(row.upload.status != "ok" for row in record.clients)
+    with Simulation(faulty, workers=2) as simulation:
+        assert same_model(list(simulation.run(FEEDBACK, 4, after=snapshot)), whole)
 
 
 # Answers that do not count

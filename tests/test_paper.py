@@ -17,6 +17,7 @@ import pytest
 
 import feddd
 from feddd.errors import InputError
+from feddd.experiments.checkpoints import FORMAT
 from feddd.experiments.config import Experiment, parse_experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.presets import presets
@@ -204,6 +205,26 @@ def test_a_cell_that_was_cut_off_goes_on_from_its_checkpoint_and_ends_as_if_noth
     assert sorted(path.name for path in (store.folder / cell.folder).iterdir()) == sorted(
         path.name for path in (whole.folder / cell.folder).iterdir()
     )
+
+
+def test_a_cell_that_another_version_began_is_refused_and_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = cells(tiny({"name": "feddd"}).model_copy(update={"rounds": 5}), [0])
+
+    def stop(_: Cell, record: RoundRecord) -> None:
+        if record.round == 4:
+            raise KeyboardInterrupt
+
+    store = Store(tmp_path, checkpoint_seconds=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        list(store.run([cell], workers=1, watch=stop))
+    kept = sorted(tmp_path.rglob("*.safetensors"))
+    monkeypatch.setattr("feddd.experiments.checkpoints.FORMAT", FORMAT + 1)
+    with pytest.raises(InputError, match=f"has checkpoint format {FORMAT}, and this version reads {FORMAT + 1}"):
+        list(store.run([cell], workers=1))
+    assert kept == sorted(tmp_path.rglob("*.safetensors"))
+    assert kept
 
 
 def test_what_was_not_run_yet_is_empty_in_the_combined_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import random
 import shutil
@@ -20,6 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 import tomli_w
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 import feddd
 from feddd import FedAvg, InputError
@@ -202,6 +205,39 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(
     assert_same(stopped, undisturbed)
     assert len(caplog.records) == (0 if damage is Path.unlink else count)
     assert all("cannot be used" in record.message for record in caplog.records)
+
+
+def of_another_version(path: Path) -> Path:
+    """The same checkpoint as an earlier version might have written it: whole, but in a format of its own."""
+    with safe_open(path, framework="pt") as file:
+        document = json.loads(file.metadata()["feddd"]) | {"format": 2}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    content = save(tensors, {"feddd": json.dumps(document)})
+    path.unlink()
+    renamed = path.with_name(f"{path.name.rpartition('-')[0]}-{hashlib.sha256(content).hexdigest()[:32]}.safetensors")
+    renamed.write_bytes(content)
+    return renamed
+
+
+@pytest.mark.parametrize("newest_is_damaged", [False, True])
+def test_checkpoints_of_another_version_are_refused_and_left_as_they_are(
+    newest_is_damaged: bool, stopped: Path, undisturbed: Path
+) -> None:
+    before, newest = (of_another_version(path) for path in saved(stopped))
+    if newest_is_damaged:
+        flip(newest)
+    met = before if newest_is_damaged else newest
+    with pytest.raises(InputError) as caught:
+        feddd.resume(stopped, workers=1)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(
+        f"{met} has checkpoint format 2, and this version reads {checkpoints.FORMAT}: go on with the version of feddd"
+    )
+    assert saved(stopped) == ([before] if newest_is_damaged else [before, newest])
+    shutil.rmtree(stopped / "checkpoint")  # what the line says if one does not mind
+    assert resumed_rounds(stopped)[0] == ("never", 1)
+    assert_same(stopped, undisturbed)
 
 
 def test_damaged_rows_count_as_a_damaged_checkpoint(stopped: Path, undisturbed: Path) -> None:

@@ -31,6 +31,7 @@ def targets(work: Path) -> dict[str, Callable[[], Target]]:
     """By name; a target is built when it is asked for. work: a folder for files, best in memory"""
     return {
         "payload": _payload,
+        "chain": _chain,
         "mask": _mask,
         "coverage": _coverage,
         "record": _record,
@@ -115,6 +116,57 @@ def _payload() -> Target:
 
     words = (b"FdDD", seeds[0][:16], b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff" * 4, *(bytes([n]) for n in range(8)))
     return Target(tuple(seeds), read, (feddd.PayloadError,), words, make)
+
+
+def _chain() -> Target:
+    """Payloads of blocks, of places, and of chains that have no encoding of their own: encodings 4 to 7.
+
+    The first byte says which of the chains the server has asked for.
+    """
+    import torch
+    from torch import nn
+
+    import feddd
+    from feddd.strategies.checks import Limits, Refused, read_upload
+    from feddd.strategies.protocol import Task
+    from feddd.wire.eden import Eden
+    from feddd.wire.exchange import chain, encode, write
+    from feddd.wire.format import pack_mask
+    from feddd.wire.quantised import Bits, Ternary
+    from feddd.wire.select import Blocks, Select, TopK
+    from feddd.wire.stage import At, Known
+
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(1)
+        net = nn.Sequential(nn.Conv2d(1, 5, 2), nn.Conv2d(5, 4, 2), nn.Flatten(), nn.Linear(16, 3))
+    table = feddd.units(net)
+    halves = pack_mask({x.name: torch.arange(x.units) % 2 == 0 for x in table.layers}, table)
+    chains = [
+        *(chain(Blocks(halves)), chain(TopK(0.2)), chain(TopK(1.0)), chain(TopK(0.2), Ternary())),
+        *(chain(Blocks(halves), Bits(4)), chain(TopK(0.2), Bits(2)), chain(Select(0.5), Ternary())),
+        *(chain(Select(0.5), Eden(bits)) for bits in (1, 2, 3, 4)),
+    ]
+    stack = {slot.name: net.state_dict()[slot.name][None] for slot in table.slots}
+    seeds = []
+    for number, line in enumerate(chains):
+        at = At(table, [0], 1, number, Known({}, {}), [None], {k: 0.9 * v for k, v in stack.items()}, stack, wire=True)
+        seeds.append(bytes([number]) + write(line, encode([line], [{}], at)[0], 0, table))
+    assert {data[6] for data in seeds} == {4, 5, 6, 7}
+
+    def read(data: bytes) -> None:
+        line = chains[data[0] % len(chains) if data else 0]
+        found = read_upload(data[1:], Task(0, line), table, Limits())
+        assert all(bool(values.isfinite().all()) for values in found.values.values())
+        if not line.codes_values:  # float32: what is accepted is what was meant, bit for bit
+            assert write(line, found, 0, table) == data[1:]
+
+    def make(rng: random.Random) -> bytes:
+        data = rng.choice(seeds)
+        start = rng.randrange(17, len(data) + 1)
+        return data[:start] + rng.randbytes(len(data) - start)
+
+    words = (seeds[0][1:17], b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff" * 4, *(bytes([n]) for n in range(11)))
+    return Target(tuple(seeds), read, (feddd.PayloadError, Refused), words, make)
 
 
 def _mask() -> Target:

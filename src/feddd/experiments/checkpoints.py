@@ -18,6 +18,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from feddd.errors import InputError
 from feddd.experiments.journal import Journal, Position, read_journal
 from feddd.experiments.results import CHECKPOINTS
 from feddd.experiments.tables import Rows
@@ -41,6 +42,10 @@ BYTES_PER_S = 5e7
 log = logging.getLogger("feddd")
 
 
+class OtherFormat(InputError):
+    """A checkpoint is whole, but another version has written it: its rounds are not thrown away."""
+
+
 class Checkpoints:
     """Of one strategy of a run."""
 
@@ -58,7 +63,10 @@ class Checkpoints:
         self.written = 0
 
     def find(self, like: Mapping[str, Tensor]) -> tuple[Snapshot | None, list[Rows]]:
-        """The latest one that is whole, and the rows up to it; like: the strategy's model."""
+        """The latest one that is whole, and the rows up to it; OtherFormat if this version cannot read it.
+
+        like: the strategy's model
+        """
         self._folder.mkdir(exist_ok=True)
         snapshot, rows, position = None, list[Rows](), Position()
         found = sorted(self._files(), key=_round, reverse=True)
@@ -67,6 +75,8 @@ class Checkpoints:
                 snapshot, position = _load(path, like)
                 rows = read_journal(self._rows, position)
                 break
+            except OtherFormat:
+                raise
             except (OSError, SafetensorError, *MALFORMED) as error:
                 snapshot, position = None, Position()
                 instead = f"{found[at + 1].name} is used" if found[at + 1 :] else f"{self.label} begins again"
@@ -146,5 +156,8 @@ def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Snapshot, Position]:
         document: dict[str, Any] = json.loads((file.metadata() or {})["feddd"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if document["format"] != FORMAT:
-        raise ValueError(f"it has format {document['format']}, not {FORMAT}")
+        raise OtherFormat(
+            f"{path} has checkpoint format {document['format']!r:.80}, and this version reads {FORMAT}: go on with the "
+            f"version of feddd that environment.json names, or delete {path.parent} to begin again"
+        )
     return unpack_snapshot(tensors, document, like), Position(*document["journal"])

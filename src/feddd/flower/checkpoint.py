@@ -65,7 +65,10 @@ def load_checkpoint(path: Path, like: Mapping[str, Tensor]) -> Checkpoint:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{path} is not a checkpoint that can be read: {error}") from error
     if document.get("format") != FORMAT:
-        raise InputError(f"{path} has checkpoint format {document.get('format')!r:.80}, not {FORMAT}")
+        raise InputError(
+            f"{path} has checkpoint format {document.get('format')!r:.80}, and this version reads {FORMAT}: go on with "
+            "the version of feddd that wrote it, or begin again with another file"
+        )
     try:
         return _checkpoint(document, unpack_state(tensors, document, like))
     except MALFORMED as error:
