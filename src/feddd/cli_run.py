@@ -76,7 +76,7 @@ def _check(asked: Mapping[str, object], resume: Path | None, checkpoint_seconds:
         raise InputError(f"--checkpoint-seconds must be at least 0, not {checkpoint_seconds}")
     if resume is not None:
         for name, value in asked.items():
-            if value is not None:
+            if value is not None and name != "--rounds":
                 raise InputError(f"{name} cannot be given with --resume: the run goes on as it was begun")
         from feddd.experiments.results import check_run_folder
 
@@ -87,7 +87,7 @@ def _run(asked: Mapping[str, Any], folder: Path | None, options: dict[str, Any],
     from feddd.experiments.results import is_finished, load_results
     from feddd.simulation.worker_process import WorkerPool, default_workers
 
-    if folder is not None and is_finished(folder):
+    if folder is not None and is_finished(folder) and not _longer(folder, asked["--rounds"]):
         if not hidden:
             typer.echo(f"{folder} is finished: there is nothing to resume")
         return load_results(folder)
@@ -101,9 +101,19 @@ def _run(asked: Mapping[str, Any], folder: Path | None, options: dict[str, Any],
         from feddd.reporting import RunProgress
 
         if folder is not None:
-            with RunProgress(load_experiment(folder / "config.toml"), hidden=hidden) as progress:
-                return resume(folder, watch=progress, pool=pool, **options)
+            found = load_experiment(folder / "config.toml")
+            found = found.model_copy(update={"rounds": asked["--rounds"] or found.rounds})
+            with RunProgress(found, hidden=hidden) as progress:
+                return resume(folder, rounds=asked["--rounds"], watch=progress, pool=pool, **options)
         base = {key: asked[f"--{key}"] for key in ("seed", "rounds") if asked[f"--{key}"] is not None}
         loaded = load_experiment(asked["EXPERIMENT"] or "quickstart", asked["--set"] or (), base)
         with RunProgress(loaded, hidden=hidden) as progress:
             return run_experiment(loaded, asked["--out"], watch=progress, pool=pool, **options)
+
+
+def _longer(folder: Path, rounds: int | None) -> bool:
+    if rounds is None:
+        return False
+    from feddd.experiments.extending import is_longer
+
+    return is_longer(folder, rounds)

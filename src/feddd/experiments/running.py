@@ -19,6 +19,7 @@ from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
+from feddd.experiments.extending import extend, is_longer
 from feddd.experiments.folders import (
     Lock,
     create_folder,
@@ -98,6 +99,7 @@ def run(
 def resume(
     folder: str | os.PathLike[str],
     *,
+    rounds: int | None = None,
     workers: int | None = None,
     engine: EngineName = "local",
     ray_address: str | None = None,
@@ -111,12 +113,16 @@ def resume(
     """Go on with an interrupted run: its folder ends as if nothing had happened, bit for bit. A finished one is read.
 
     folder: what `run` has begun; the other arguments are those of `run` and may differ from the first time
+    rounds: go on to so many, as if the run, finished or not, had been begun with them
     """
     folder = Path(folder)
     check_run_folder(folder)
-    if is_finished(folder):
+    longer = rounds is not None and is_longer(folder, rounds)
+    if is_finished(folder) and not longer:
         return load_results(folder)
     with Lock(folder), resumable(folder):
+        if longer:
+            extend(folder, rounds)
         experiment = load_experiment(folder / "config.toml")
         tidy(folder, experiment)
         finished, rows = finished_strategies(folder, experiment)
@@ -152,6 +158,7 @@ def _simulate(
                 if watch:
                     watch(Progress(section.label, record))
             tables.flush()
+            checkpoints.keep_last(simulation, record)
             write_model(model_file(folder, experiment, section.label), record.state.model)
             checkpoints.clear()
 
