@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "world": {"core", *LEAVES},
     "simulation": {"core", "wire", "strategies", "world", *LEAVES},
     "flower": {"core", "wire", "strategies", *LEAVES},
-    "experiments": {*BELOW_EXPERIMENTS, *LEAVES},
+    "tracking": {"world", *LEAVES},
+    "experiments": {*BELOW_EXPERIMENTS, "tracking", *LEAVES},
+    "sweeps": {*BELOW_EXPERIMENTS, "tracking", "experiments", *LEAVES},
     "benchmarks": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
@@ -81,8 +83,8 @@ PROMISED = {
     "load_results": ["path"],
     "payload_size": ["mask", "like", "*units", "*bits"],
     "resume": [
-        *("folder", "*workers", "*engine", "*ray_address", "*state_dir"),
-        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds"),
+        *("folder", "*rounds", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds", "*track"),
     ],
     "run": [
         *(
@@ -97,6 +99,7 @@ PROMISED = {
             "*wire",
             "*pool",
             "*checkpoint_seconds",
+            "*track",
         ),
     ],
     "select": ["before", "after", "dropout", "*selector", "*coverage", "*rng", "*units", "*always_send"],
@@ -144,7 +147,10 @@ def test_imports_point_one_way() -> None:
 
 
 # Peers are programs for other interpreters; Ray has one module of its own.
-AT_HOME = {"flwr": ("flower", "benchmarks/peers"), "ray": ("simulation/ray_workers.py", "benchmarks/peers")}
+AT_HOME = {
+    **{"flwr": ("flower", "benchmarks/peers"), "ray": ("simulation/ray_workers.py", "benchmarks/peers")},
+    **{"mlflow": "tracking/mlflow_runs.py", "wandb": "tracking/wandb_runs.py"},
+}
 
 
 @pytest.mark.parametrize("package", AT_HOME)

@@ -11,7 +11,7 @@ import pytest
 import feddd
 from feddd.experiments import checkpoints
 from feddd.experiments.config import Experiment
-from test_resume import FEDDD, NEVER, FLEET, assert_same, feddd_main, flip, interrupted, resumed_rounds, tiny
+from test_resume import FEDDD, FLEET, NEVER, assert_same, feddd_main, flip, interrupted, resumed_rounds, tiny
 
 METHODS: list[dict[str, Any]] = [
     FEDDD,

@@ -503,7 +503,7 @@ def test_an_interrupted_reproduction_says_that_the_same_command_goes_on(
     def interrupt(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("feddd.paper.cells.Store.run", interrupt)
+    monkeypatch.setattr("feddd.experiments.cells.Store.run", interrupt)
     command = ["reproduce", "accuracy-iid", "--only", "mnist", "--scale", "smoke", "--out", tmp_path]
     assert feddd_main(monkeypatch, *command) == 143
     assert capsys.readouterr().err.endswith(

@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from feddd.experiments.cells import Cell
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
 from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted, percent
-from feddd.paper.cells import Cell
 from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
 

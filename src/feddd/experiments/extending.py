@@ -19,6 +19,7 @@ from feddd.experiments.resuming import TABLES, finished_strategies
 from feddd.experiments.tables import Rows
 from feddd.files import write_atomically
 
+
 def is_longer(folder: Path, rounds: int) -> bool:
     """Whether a run is to get more rounds than it was begun with; fewer are refused."""
     begun = load_experiment(folder / "config.toml").rounds
