@@ -96,6 +96,8 @@ def _slug(text: str) -> str:
 def _facts(experiment: Experiment) -> dict[str, Any]:
     """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
     facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
+    if experiment.fleet.file is not None:  # what it says, wherever it lies
+        facts["fleet"]["file"] = hashlib.sha256(Path(experiment.fleet.file).read_bytes()).hexdigest()
     section = experiment.strategy[0]
     plain = _defaults(section.name)
     options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}
@@ -141,6 +143,14 @@ class Store:
         """Whether the cell was run to its end: its folder gets its name only then."""
         return (self.folder / cell.folder / "config.toml").is_file()
 
+    def place(self, cell: Cell) -> Path:
+        """Where a finished cell lies."""
+        return self.folder / cell.folder
+
+    def partial(self, cell: Cell) -> Path:
+        """Where a cell lies that is under way."""
+        return self.folder / f"{cell.folder}.partial"
+
     def missing(self, wanted: Iterable[Cell]) -> list[Cell]:
         """Those still to be run, each once, worlds together."""
         unique = {cell.folder: cell for cell in wanted if not self.has(cell)}
@@ -168,8 +178,7 @@ class Store:
                     yield cell
 
     def _run(self, simulation: Simulation, cell: Cell, watch: Watch | None) -> None:
-        target = self.folder / cell.folder
-        partial = target.with_name(f"{target.name}.partial")
+        target, partial = self.place(cell), self.partial(cell)
         # Where nobody's training ends in finite numbers the run is over; it would end there again, and its tables tell.
         with contextlib.suppress(EverybodyDiverged):
             write_strategy(

@@ -127,7 +127,7 @@ def resume(
     if is_finished(folder) and not longer:
         return load_results(folder)
     with Lock(folder), resumable(folder):
-        if longer:
+        if rounds is not None and longer:
             extend(folder, rounds)
         experiment = load_experiment(folder / "config.toml")
         tidy(folder, experiment)

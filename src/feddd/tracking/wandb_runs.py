@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 
@@ -19,19 +20,21 @@ class WandB:
         name = tracked.folder / f"{portable_name(tracked.label)}.run-id"
         if not name.is_file():
             write_atomically(name, secrets.token_hex(4).encode())
+        offline = os.environ.get("WANDB_MODE", "online") != "online"
         self._run = wandb.init(
             project=tracked.experiment,
             group=tracked.run,
             name=tracked.label,
             id=name.read_text(encoding="utf-8").strip(),
-            resume="allow",
+            resume=None if offline else "allow",  # files of one id become one run when they are synced
             dir=str(tracked.folder),
             config=dict(tracked.settings),
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
         )
         self._known = self._run.step
-        self.view = self._run.url or f"wandb sync {tracked.folder / 'wandb'}/offline-run-*"
+        url = None if offline else self._run.url
+        self.view = url or f"wandb sync {tracked.folder / 'wandb'}/offline-run-*"
 
     def log(self, number: int, values: Mapping[str, float]) -> None:
         """Log one step; a step that the server has is not told twice."""
