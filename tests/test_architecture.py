@@ -41,7 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_presets", "cli_run", "reporting"}
+MAY_IMPORT_EVERYTHING = {
+    *("", "__main__", "cli", "cli_measure", "cli_options", "cli_presets", "cli_progress", "cli_run", "cli_sweep"),
+    "reporting",
+}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],
@@ -71,6 +74,7 @@ PROMISED = {
     "Oort": ["budget", "mode", "straggler_penalty", "value_bits", "error_feedback"],
     "PayloadError": None,
     "Results": ["path", "config", "environment", "summary", "tables"],
+    "SweepResults": ["path", "index"],
     "Units": ["layers", "fixed", "aliases", "frozen"],
     "__version__": None,
     "allocate": [
@@ -81,10 +85,15 @@ PROMISED = {
     "encode": ["params", "mask", "*units", "*bits", "*rng"],
     "load_experiment": ["path_or_name", "overrides", "base"],
     "load_results": ["path"],
+    "load_sweep": ["path"],
     "payload_size": ["mask", "like", "*units", "*bits"],
     "resume": [
         *("folder", "*rounds", "*workers", "*engine", "*ray_address", "*state_dir"),
         *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds", "*track"),
+    ],
+    "resume_sweep": [
+        *("folder", "*rounds", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*pool", "*checkpoint_seconds", "*track"),
     ],
     "run": [
         *(
@@ -103,6 +112,10 @@ PROMISED = {
         ),
     ],
     "select": ["before", "after", "dropout", "*selector", "*coverage", "*rng", "*units", "*always_send"],
+    "sweep": [
+        *("experiment", "out", "*seeds", "*sweep", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*pool", "*checkpoint_seconds", "*track"),
+    ],
     "units": ["model"],
 }
 """Public name → its parameters, a star before those that go by keyword only; None where it is not for calling."""

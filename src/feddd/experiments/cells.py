@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -118,6 +118,15 @@ def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
     ]
 
 
+def in_order(wanted: Iterable[Cell]) -> list[Cell]:
+    """Each cell once, worlds together."""
+    unique = {cell.folder: cell for cell in wanted}
+    order: dict[str, int] = {}
+    for cell in unique.values():
+        order.setdefault(cell.world_key, len(order))
+    return sorted(unique.values(), key=lambda cell: order[cell.world_key])
+
+
 class Store:
     """A folder of finished cells; one that was interrupted goes on from its latest checkpoint.
 
@@ -153,11 +162,7 @@ class Store:
 
     def missing(self, wanted: Iterable[Cell]) -> list[Cell]:
         """Those still to be run, each once, worlds together."""
-        unique = {cell.folder: cell for cell in wanted if not self.has(cell)}
-        order: dict[str, int] = {}
-        for cell in unique.values():
-            order.setdefault(cell.world_key, len(order))
-        return sorted(unique.values(), key=lambda cell: order[cell.world_key])
+        return in_order(cell for cell in wanted if not self.has(cell))
 
     def run(
         self,
@@ -166,7 +171,7 @@ class Store:
         data_dir: Path | None = None,
         watch: Watch | None = None,
         **options: Any,
-    ) -> Iterator[Cell]:
+    ) -> Generator[Cell, None, None]:
         """Run what is missing, yielding each cell when it is kept; options: what a simulation is told."""
         for _, group in groupby(self.missing(wanted), key=lambda cell: cell.world_key):
             first, *rest = group

@@ -108,7 +108,7 @@ def free_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> P
 
 
 def _taken(folder: Path) -> InputError:
-    begun = (folder / "config.toml").is_file() and not is_finished(folder)
+    begun = any((folder / name).is_file() for name in ("config.toml", "sweep.toml")) and not is_finished(folder)
     hint = f"; `feddd run --resume {folder}` goes on with it" if begun else ""
     return InputError(f"{folder} already holds something; give --out another folder, nothing is overwritten{hint}")
 

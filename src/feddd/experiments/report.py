@@ -59,9 +59,7 @@ def write_report(
     return path
 
 
-def render(
-    results: Sequence[Results], refresh_seconds: int | None = None, addition: Addition | None = None
-) -> str:
+def render(results: Sequence[Results], refresh_seconds: int | None = None, addition: Addition | None = None) -> str:
     """The page as text; the same tables give the same text."""
     from plotly.offline import get_plotlyjs
 

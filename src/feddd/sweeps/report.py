@@ -13,6 +13,7 @@ from feddd.experiments.views import COLOURS, human_bytes, human_seconds, percent
 from feddd.sweeps.folders import INDEX
 from feddd.sweeps.results import SweepResults, plain_value, short_names
 from feddd.sweeps.series import Series, goals_of, is_numeric, measures, series
+from feddd.sweeps.tables import setting_text
 
 
 def write_sweep_report(results: SweepResults, path: Path, refresh_seconds: int | None = None) -> Path:
@@ -67,11 +68,7 @@ def _table(results: SweepResults) -> str:
     head = ["strategy", *(names[key] for key in keys), "final accuracy", "bytes", *(f"to {g:.0%}" for g in goals)]
     body = []
     for row in results.summary["rows"]:
-        cells = [escape(row["strategy"])]
-        for axis in results.grid.axes:
-            value = row["settings"][axis.key]
-            several = isinstance(value, list) and len(axis.values) > 1 and value not in axis.values
-            cells.append("–" if several else escape(plain_value(value)))
+        cells = [escape(row["strategy"]), *(escape(setting_text(results, row, key)) for key in keys)]
         cells.append(_estimate(row["final_accuracy"], percent))
         cells.append(_estimate(_total(row), human_bytes))
         times = {one["target"]: one for one in row["time_to_accuracy"]}
@@ -96,7 +93,9 @@ def _time(one: dict[str, Any], seeds: int, finished: bool) -> str:
 def _estimate(found: dict[str, Any] | None, show: Any) -> str:
     if found is None:
         return "–"
-    interval = "" if found["low"] is None else f"<small>{escape(show(found['low']))} – {escape(show(found['high']))}</small>"
+    interval = (
+        "" if found["low"] is None else f"<small>{escape(show(found['low']))} – {escape(show(found['high']))}</small>"
+    )
     return escape(show(found["mean"])) + interval
 
 

@@ -58,6 +58,11 @@ class SweepResults:
         """What is compared."""
         return self.index.grid
 
+    @property
+    def finished(self) -> bool:
+        """Whether all cells are there; one whose training diverged has fewer rounds than were asked for."""
+        return not Store(self.path / CELLS).missing(self.grid.cells)
+
     @functools.cached_property
     def worlds(self) -> tuple[World, ...]:
         """The rows, by what can be compared."""

@@ -1,4 +1,4 @@
-"""The outcome of a sweep over one of its keys: lines of points, one for each strategy and each of the other settings."""
+"""The outcome of a sweep over one of its keys: a line for each strategy and each of the other settings."""
 
 from __future__ import annotations
 
