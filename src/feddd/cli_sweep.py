@@ -77,4 +77,5 @@ def print_sweep(results: SweepResults) -> None:
     from feddd.reporting import print_rows
     from feddd.sweeps.tables import terminal_table
 
-    print_rows(*terminal_table(results), results.path / "report.html")
+    widths = [(2, True), (1, True), (1, False), (0, False)]  # the report has everything
+    print_rows([terminal_table(results, goals, clock=clock) for goals, clock in widths], results.path / "report.html")

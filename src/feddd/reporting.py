@@ -235,16 +235,23 @@ def _tested(record: RoundRecord) -> str:
     return f", accuracy {percent(record.evaluation.accuracy)}" if record.evaluation else ""
 
 
-def print_rows(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], page: Path) -> None:
-    """A table of texts, numbers to the right, and where the page about it is."""
+def print_rows(tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]], page: Path) -> None:
+    """The first of some tables of texts (title, head, rows) that fits, else the last; and where the page about it is."""
     console = Console()
+    drawn = [_text_table(*table) for table in tables]
+    wide = console.options.update_width(1000)
+    fitting = (table for table in drawn if console.measure(table, options=wide).maximum <= console.width)
+    console.print(next(fitting, drawn[-1]))
+    console.print(f"report: {page}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for place, column in enumerate(head):
-        table.add_column(escape(column), justify="right" if place else "left", no_wrap=place > 0)
+        table.add_column(escape(column), justify="right" if place else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    console.print(table)
-    console.print(f"report: {page}", soft_wrap=True, highlight=False, markup=False)
+    return table
 
 
 def print_figures(drawn: Sequence[Drawn]) -> None:

@@ -54,8 +54,8 @@ def _section(results: SweepResults) -> str:
             '<label>over <select id="sweep-over"></select></label>'
             '<label>show <select id="sweep-show"></select></label></div>'
             '<div class="chart" id="sweep"></div>'
-            "<p>Mean over the seeds; whiskers: Student’s 95 % interval. Lines across: what the key makes no "
-            "difference to.</p>"
+            "<p>Mean over the seeds; whiskers: Student’s 95 % interval. Lines without markers: the key makes no "
+            "difference to them. The time to a target is drawn where every seed reached it.</p>"
         )
     return f'<section id="differs"><h2>What differs</h2><ul>{words}</ul>{_table(results)}{charts}</section>'
 

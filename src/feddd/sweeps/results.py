@@ -81,7 +81,8 @@ class SweepResults:
     def _run(self, world: World, at: int) -> Results:
         store = Store(self.path / CELLS)
         found = {row.label: self._cell(row.cells[at]) for row in world.rows if store.has(row.cells[at])}
-        sections = [row.cells[at].experiment.strategy[0].model_dump() | {"label": row.label} for row in world.rows]
+        chosen = [row.cells[at].experiment.strategy[0].model_dump(mode="json", exclude_none=True) for row in world.rows]
+        sections = [section | {"label": row.label} for section, row in zip(chosen, world.rows, strict=True)]
         goals = sorted({goal for point in self.grid.points for goal in point.experiment.targets})
         config = world.experiment.model_dump(mode="json", exclude={"strategy"}, exclude_none=True)
         config |= {"name": world.name, "seed": self.grid.seeds[at], "targets": goals, "strategy": sections}

@@ -71,14 +71,15 @@ def series(results: SweepResults, axis: Axis, measure: Measure) -> list[Series]:
         line = groups.setdefault((row["strategy"], settings_words(results.grid, telling)), {})
         for value in _as_tuple(results, row, axis.key):
             line[show(value)] = row
+    places = sorted(axis.values) if is_numeric(axis.values) else axis.values
     found = []
     for index, ((strategy, words), line) in enumerate(groups.items()):
-        rows = [line.get(show(value)) for value in axis.values]
+        rows = [line.get(show(value)) for value in places]
         flat = len(axis.values) > 1 and None not in rows and len({id(row) for row in rows}) == 1
         values = [_value(row, measure) for row in rows]
         mean, low, high = (tuple(value[part] for value in values) for part in range(3))
         label = f"{strategy}, {words}" if words else strategy
-        found.append(Series(label, index, flat, axis.values, mean, low, high))
+        found.append(Series(label, index, flat, tuple(places), mean, low, high))
     return found
 
 
@@ -105,7 +106,8 @@ def _value(row: Any, measure: Measure) -> tuple[float | None, float | None, floa
     found = row.get(measure.key)
     if measure.target is not None:
         time = next(one for one in row["time_to_accuracy"] if one["target"] == measure.target)
-        found = time[measure.key]
+        # A mean over the seeds that reached it would be of the quicker ones only.
+        found = time[measure.key] if time["reached"] == len(row["cells"]) else None
     if found is None:
         return None, None, None
     mean, low, high = (found[key] for key in ("mean", "low", "high"))

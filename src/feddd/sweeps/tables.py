@@ -13,18 +13,24 @@ ANY = "–"
 """Where a setting makes no difference."""
 
 
-def terminal_table(results: SweepResults) -> tuple[str, list[str], list[list[str]]]:
-    """A title, the columns' names, and a row for each strategy and setting."""
+def terminal_table(
+    results: SweepResults, goals_shown: int = 2, *, clock: bool = True
+) -> tuple[str, list[str], list[list[str]]]:
+    """A title, the columns' names, and a row for each strategy and setting.
+
+    goals_shown: how many targets have a column, the highest that were reached    clock: whether the simulated time has
+    """
     grid, names = results.grid, short_names([axis.key for axis in results.grid.axes])
-    goals = goals_of(results)[-2:]
+    goals = goals_of(results)[-goals_shown:] if goals_shown else []
     seeds = f"{len(grid.seeds)} seeds" if len(grid.seeds) > 1 else f"seed {grid.seeds[0]}"
     spread = ", mean ± half of the 95 % interval" if len(grid.seeds) > 1 else ""
-    head = ["strategy", *names.values(), "accuracy", "simulated", "bytes", *(f"to {goal:.0%}" for goal in goals)]
+    time = ["simulated"] if clock else []
+    head = ["strategy", *names.values(), "accuracy", *time, "bytes", *(f"to {goal:.0%}" for goal in goals)]
     rows = []
     for row in results.summary["rows"]:
         times = {one["target"]: one for one in row["time_to_accuracy"]}
         settings = [setting_text(results, row, key) for key in names]
-        numbers = [shares(row["final_accuracy"]), seconds(row["clock_seconds"]), _bytes(row)]
+        numbers = [shares(row["final_accuracy"]), *([seconds(row["clock_seconds"])] if clock else []), _bytes(row)]
         mark = "" if row["finished"] else " (diverged)" if results.finished else " (unfinished)"
         rows.append([row["strategy"] + mark, *settings, *numbers, *(_time(times[goal], grid.seeds) for goal in goals)])
     return f"{grid.base.name}: {grid.base.rounds} rounds, {seeds}{spread}", head, rows
