@@ -1,4 +1,4 @@
-"""Seeds and sweeps: what is run, that nothing is run twice, that they go on after anything, and what is said of them."""
+"""Seeds and sweeps: what is run, that nothing is run twice, that they go on, and what is said of them."""
 
 from __future__ import annotations
 

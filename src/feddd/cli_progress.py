@@ -27,7 +27,7 @@ class ProgressLines:
         if self._first is None:
             self._first = self._told = before
         waited = now - self._latest
-        if waited < LEAST_SECONDS or (waited < MOST_SECONDS and after - self._told < STEP):
+        if waited < LEAST_SECONDS or (waited < MOST_SECONDS and after - self._told < STEP - 1e-9):
             return
         self._latest, self._told = now, after
         elapsed = now - self._begun

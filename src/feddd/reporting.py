@@ -236,7 +236,7 @@ def _tested(record: RoundRecord) -> str:
 
 
 def print_rows(tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]], page: Path) -> None:
-    """The first of some tables of texts (title, head, rows) that fits, else the last; and where the page about it is."""
+    """Print the first of some tables (title, head, rows) that fits, else the last, and where the page about it is."""
     console = Console()
     drawn = [_text_table(*table) for table in tables]
     wide = console.options.update_width(1000)
