@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from feddd.errors import InputError
+from feddd.experiments.cells import write_strategy
 from feddd.experiments.config import Experiment, StrategySection
 from feddd.experiments.results import load_results
-from feddd.experiments.running import build_world, write_strategy
+from feddd.experiments.running import build_world
 from feddd.simulation.simulator import RoundRecord, Simulation
 from worlds import experiment
 

@@ -34,12 +34,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "world": {"core", *LEAVES},
     "simulation": {"core", "wire", "strategies", "world", *LEAVES},
     "flower": {"core", "wire", "strategies", *LEAVES},
-    "experiments": {*BELOW_EXPERIMENTS, *LEAVES},
+    "tracking": {"world", *LEAVES},
+    "experiments": {*BELOW_EXPERIMENTS, "tracking", *LEAVES},
+    "sweeps": {*BELOW_EXPERIMENTS, "tracking", "experiments", *LEAVES},
     "benchmarks": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "paper": {*BELOW_EXPERIMENTS, "experiments", *LEAVES},
     "testbed": {*BELOW_EXPERIMENTS, "flower", "experiments", *LEAVES},
 }
-MAY_IMPORT_EVERYTHING = {"", "__main__", "cli", "cli_measure", "cli_options", "cli_presets", "cli_run", "reporting"}
+MAY_IMPORT_EVERYTHING = {
+    *("", "__main__", "cli", "cli_measure", "cli_options", "cli_presets", "cli_progress", "cli_run", "cli_sweep"),
+    "reporting",
+}
 
 PROMISED = {
     "Aggregator": ["previous", "*units"],
@@ -69,6 +74,7 @@ PROMISED = {
     "Oort": ["budget", "mode", "straggler_penalty", "value_bits", "error_feedback"],
     "PayloadError": None,
     "Results": ["path", "config", "environment", "summary", "tables"],
+    "SweepResults": ["path", "index"],
     "Units": ["layers", "fixed", "aliases", "frozen"],
     "__version__": None,
     "allocate": [
@@ -79,10 +85,15 @@ PROMISED = {
     "encode": ["params", "mask", "*units", "*bits", "*rng"],
     "load_experiment": ["path_or_name", "overrides", "base"],
     "load_results": ["path"],
+    "load_sweep": ["path"],
     "payload_size": ["mask", "like", "*units", "*bits"],
     "resume": [
-        *("folder", "*workers", "*engine", "*ray_address", "*state_dir"),
-        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds"),
+        *("folder", "*rounds", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*wire", "*pool", "*checkpoint_seconds", "*track"),
+    ],
+    "resume_sweep": [
+        *("folder", "*rounds", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*pool", "*checkpoint_seconds", "*track"),
     ],
     "run": [
         *(
@@ -97,9 +108,14 @@ PROMISED = {
             "*wire",
             "*pool",
             "*checkpoint_seconds",
+            "*track",
         ),
     ],
     "select": ["before", "after", "dropout", "*selector", "*coverage", "*rng", "*units", "*always_send"],
+    "sweep": [
+        *("experiment", "out", "*seeds", "*sweep", "*workers", "*engine", "*ray_address", "*state_dir"),
+        *("*data_dir", "*watch", "*pool", "*checkpoint_seconds", "*track"),
+    ],
     "units": ["model"],
 }
 """Public name → its parameters, a star before those that go by keyword only; None where it is not for calling."""
@@ -144,7 +160,10 @@ def test_imports_point_one_way() -> None:
 
 
 # Peers are programs for other interpreters; Ray has one module of its own.
-AT_HOME = {"flwr": ("flower", "benchmarks/peers"), "ray": ("simulation/ray_workers.py", "benchmarks/peers")}
+AT_HOME = {
+    **{"flwr": ("flower", "benchmarks/peers"), "ray": ("simulation/ray_workers.py", "benchmarks/peers")},
+    **{"mlflow": "tracking/mlflow_runs.py", "wandb": "tracking/wandb_runs.py"},
+}
 
 
 @pytest.mark.parametrize("package", AT_HOME)

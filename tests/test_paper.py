@@ -17,20 +17,20 @@ import pytest
 
 import feddd
 from feddd.errors import InputError
+from feddd.experiments.cells import Cell, Store, cells
 from feddd.experiments.checkpoints import FORMAT
 from feddd.experiments.config import Experiment, parse_experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.presets import presets
 from feddd.experiments.results import SCHEMAS, Results
+from feddd.experiments.statistics import difference, estimate, saving
 from feddd.paper import measures, theorem
 from feddd.paper.catalogue import FIGURES, LEARNING_RATES, figure_named
-from feddd.paper.cells import Cell, Store, cells
 from feddd.paper.claims import CLAIMS
 from feddd.paper.motivation import _mixture, loss_by_width
 from feddd.paper.panels import Need, Panel, read_panel
 from feddd.paper.reproduce import Request, draw
 from feddd.paper.scales import SCALES, scaled
-from feddd.paper.statistics import difference, estimate, saving
 from feddd.paper.tables import as_markdown, exchange_table, panel_table
 from feddd.simulation.simulator import RoundRecord
 from feddd.world import models, synthetic

@@ -18,16 +18,20 @@ _HOMES = {
     "Oort": "feddd.strategies.oort",
     "PayloadError": "feddd.wire.format",
     "Results": "feddd.experiments.results",
+    "SweepResults": "feddd.sweeps.results",
     "Units": "feddd.core.units",
     "allocate": "feddd.core.allocation",
     "decode": "feddd.wire.format",
     "encode": "feddd.wire.format",
     "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
+    "load_sweep": "feddd.sweeps.results",
     "payload_size": "feddd.wire.format",
     "resume": "feddd.experiments.running",
+    "resume_sweep": "feddd.sweeps.running",
     "run": "feddd.experiments.running",
     "select": "feddd.core.selection",
+    "sweep": "feddd.sweeps.running",
     "units": "feddd.core.units",
 }
 
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from feddd.strategies.fedcs import FedCS
     from feddd.strategies.feddd import FedDD
     from feddd.strategies.oort import Oort
+    from feddd.sweeps.results import SweepResults, load_sweep
+    from feddd.sweeps.running import resume_sweep, sweep
     from feddd.wire.format import PayloadError, decode, encode, payload_size
 
 __all__ = [
@@ -56,6 +62,7 @@ __all__ = [
     "Oort",
     "PayloadError",
     "Results",
+    "SweepResults",
     "Units",
     "__version__",
     "allocate",
@@ -63,10 +70,13 @@ __all__ = [
     "encode",
     "load_experiment",
     "load_results",
+    "load_sweep",
     "payload_size",
     "resume",
+    "resume_sweep",
     "run",
     "select",
+    "sweep",
     "units",
 ]
 

@@ -104,7 +104,7 @@ def plan(
 @app.command(cls=Verb)
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(help="Folders of runs; several seeds of one experiment become bands.")
+        list[Path], typer.Argument(help="Folders of runs or sweeps; several seeds of one experiment become bands.")
     ],
     out: Annotated[
         Path | None,
@@ -118,12 +118,24 @@ def report(
     from feddd.experiments.figures import write_figures
     from feddd.experiments.report import write_report
     from feddd.experiments.results import load_results
+    from feddd.sweeps.figures import write_sweep_figures
+    from feddd.sweeps.folders import is_sweep
+    from feddd.sweeps.report import write_sweep_report
+    from feddd.sweeps.results import load_sweep
 
-    results = [load_results(folder) for folder in folders]
+    sweeps = {folder: load_sweep(folder) for folder in folders if is_sweep(folder)}
+    results = [
+        run for folder in folders for run in (sweeps[folder].runs if folder in sweeps else [load_results(folder)])
+    ]
     target = out or (folders[0] if len(folders) == 1 else _comparison_folder())
     target.mkdir(parents=True, exist_ok=True)
-    page = write_report(results, target / "report.html")
+    if len(folders) == len(sweeps) == 1:
+        page = write_sweep_report(sweeps[folders[0]], target / "report.html")
+    else:
+        page = write_report(results, target / "report.html")
     pictures = write_figures(results, target / "figures")
+    for one in sweeps.values():
+        pictures += write_sweep_figures(one, target / "figures")
     if as_json:
         print_json({"report": str(page), "figures": [str(path) for path in pictures]})
     else:

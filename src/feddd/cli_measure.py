@@ -65,10 +65,10 @@ def reproduce(
     missing = [] if draw_only else request.store.missing(request.cells())
     with (
         stoppable("what is finished is kept, and the same command goes on"),
-        ReproduceProgress(missing, hidden=as_json or quiet) as progress,
+        ReproduceProgress(missing, hidden=as_json or quiet, lines=not quiet) as progress,
     ):
         for _ in request.store.run(missing, workers=workers, data_dir=data_dir, watch=progress.watch):
-            progress.kept()
+            pass
     drawn = draw(request)
     if as_json:
         print_json([json.loads(path.read_text()) for one in drawn for path in one.files if path.suffix == ".json"])

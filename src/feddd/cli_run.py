@@ -13,6 +13,8 @@ from feddd.errors import InputError
 
 if TYPE_CHECKING:
     from feddd.experiments.results import Results
+    from feddd.simulation.worker_process import WorkerPool
+    from feddd.sweeps.results import SweepResults
 
 
 def run(
@@ -28,7 +30,20 @@ def run(
         typer.Option(metavar="DIR", help="Go on with an interrupted run in its folder, instead of an EXPERIMENT."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Fleet, split, initial weights and batch order.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="How many rounds to simulate.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="How many rounds to simulate; with --resume: go on to so many.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", help="Run N seeds, from the experiment's upwards, into one folder.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B,…", help="Run with each of these values; several times: every combination."),
+    ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Tell tensorboard, mlflow, wandb or package.module:Class of every round."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one per core. Same numbers.")] = None,
     engine: Annotated[
         Engine, typer.Option(help="Where the workers run: processes here, or actors of a Ray cluster. Same numbers.")
@@ -52,22 +67,45 @@ def run(
     Leaves tables, models and report.html in a new folder. A run that was interrupted, however, goes on with --resume.
 
     Examples: `feddd run`   `feddd run mnist-iid --rounds 50`   `feddd run my.toml --set strategy.feddd.budget=0.4`
-    `feddd run --resume runs/my-20260101-120000`
+    `feddd run --resume runs/my-20260101-120000`   `feddd run --seeds 3 --sweep strategy.feddd.budget=0.4,0.6`
     """
-    asked = {"EXPERIMENT": experiment, "--set": overrides, "--out": out, "--seed": seed, "--rounds": rounds}
+    asked = {
+        **{"EXPERIMENT": experiment, "--set": overrides, "--out": out, "--seed": seed, "--rounds": rounds},
+        **{"--seeds": seeds, "--sweep": sweep},
+    }
     options = {
         **{"workers": workers, "engine": engine.value, "ray_address": ray_address, "state_dir": state_dir},
-        **{"data_dir": data_dir, "checkpoint_seconds": checkpoint_seconds},
+        **{"data_dir": data_dir, "checkpoint_seconds": checkpoint_seconds, "track": _trackers(track, resume)},
     }
     _check(asked, resume, checkpoint_seconds)
     with stoppable():
-        results = _run(asked, resume, options, hidden=quiet or as_json)
+        results = _run(asked, resume, options, quiet=quiet, as_json=as_json)
     if as_json:
         print_json({"folder": str(results.path), **results.summary})
     elif not quiet:
-        from feddd.reporting import print_summary
+        _print(results)
 
+
+def _print(results: Results | SweepResults) -> None:
+    from feddd.experiments.results import Results
+    from feddd.reporting import print_summary
+    from feddd.tracking.following import FOLDER
+
+    if isinstance(results, Results):
         print_summary(results)
+    else:
+        from feddd.cli_sweep import print_sweep
+
+        print_sweep(results)
+    if (results.path / FOLDER).is_dir():
+        typer.echo(f"tracked: {results.path / FOLDER}")
+
+
+def _trackers(given: list[str] | None, resume: Path | None) -> list[str] | None:
+    """Who is asked to follow; on resume None stands for those who did before, and "none" for nobody."""
+    if given is None:
+        return None if resume is not None else []
+    return [] if given == ["none"] else given
 
 
 def _check(asked: Mapping[str, object], resume: Path | None, checkpoint_seconds: float | None) -> None:
@@ -76,34 +114,65 @@ def _check(asked: Mapping[str, object], resume: Path | None, checkpoint_seconds:
         raise InputError(f"--checkpoint-seconds must be at least 0, not {checkpoint_seconds}")
     if resume is not None:
         for name, value in asked.items():
-            if value is not None:
+            if value is not None and name != "--rounds":
                 raise InputError(f"{name} cannot be given with --resume: the run goes on as it was begun")
         from feddd.experiments.results import check_run_folder
 
-        check_run_folder(resume)
+        if not _is_sweep(resume):
+            check_run_folder(resume)
 
 
-def _run(asked: Mapping[str, Any], folder: Path | None, options: dict[str, Any], *, hidden: bool) -> Results:
+def _is_sweep(folder: Path | None) -> bool:
+    return folder is not None and (folder / "sweep.toml").is_file()
+
+
+def _run(
+    asked: Mapping[str, Any], folder: Path | None, options: dict[str, Any], *, quiet: bool, as_json: bool
+) -> Results | SweepResults:
     from feddd.experiments.results import is_finished, load_results
     from feddd.simulation.worker_process import WorkerPool, default_workers
 
-    if folder is not None and is_finished(folder):
-        if not hidden:
+    several, rounds = asked["--seeds"] is not None or asked["--sweep"], asked["--rounds"]
+    if folder is not None and not _is_sweep(folder) and is_finished(folder) and not _longer(folder, rounds):
+        if not (quiet or as_json):
             typer.echo(f"{folder} is finished: there is nothing to resume")
         return load_results(folder)
     workers = options["workers"]
     count = default_workers() if workers is None else min(workers, default_workers())
     # Workers import torch while this process does.
     with WorkerPool(count if options["engine"] == Engine.local and count > 1 else 0) as pool:
-        from feddd.experiments.loading import load_experiment
-        from feddd.experiments.running import resume
-        from feddd.experiments.running import run as run_experiment
-        from feddd.reporting import RunProgress
+        from feddd.cli_sweep import go_on, run_sweep
 
-        if folder is not None:
-            with RunProgress(load_experiment(folder / "config.toml"), hidden=hidden) as progress:
-                return resume(folder, watch=progress, pool=pool, **options)
-        base = {key: asked[f"--{key}"] for key in ("seed", "rounds") if asked[f"--{key}"] is not None}
-        loaded = load_experiment(asked["EXPERIMENT"] or "quickstart", asked["--set"] or (), base)
-        with RunProgress(loaded, hidden=hidden) as progress:
-            return run_experiment(loaded, asked["--out"], watch=progress, pool=pool, **options)
+        if folder is not None and _is_sweep(folder):
+            return go_on(folder, rounds, pool, options, quiet=quiet, as_json=as_json)
+        if several:
+            return run_sweep(asked, pool, options, quiet=quiet, as_json=as_json)
+        return _run_one(asked, folder, pool, options, hidden=quiet or as_json, lines=not quiet)
+
+
+def _run_one(
+    asked: Mapping[str, Any], folder: Path | None, pool: WorkerPool, options: dict[str, Any], **shown: bool
+) -> Results:
+    """A plain run; shown: what of its progress."""
+    from feddd.experiments.loading import load_experiment
+    from feddd.experiments.running import resume
+    from feddd.experiments.running import run as run_experiment
+    from feddd.reporting import RunProgress
+
+    if folder is not None:
+        found = load_experiment(folder / "config.toml")
+        found = found.model_copy(update={"rounds": asked["--rounds"] or found.rounds})
+        with RunProgress(found, **shown) as progress:
+            return resume(folder, rounds=asked["--rounds"], watch=progress, pool=pool, **options)
+    base = {key: asked[f"--{key}"] for key in ("seed", "rounds") if asked[f"--{key}"] is not None}
+    loaded = load_experiment(asked["EXPERIMENT"] or "quickstart", asked["--set"] or (), base)
+    with RunProgress(loaded, **shown) as progress:
+        return run_experiment(loaded, asked["--out"], watch=progress, pool=pool, **options)
+
+
+def _longer(folder: Path, rounds: int | None) -> bool:
+    if rounds is None:
+        return False
+    from feddd.experiments.extending import is_longer
+
+    return is_longer(folder, rounds)

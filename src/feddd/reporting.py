@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,11 +14,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from feddd.cli_progress import ProgressLines
+from feddd.experiments.cells import Cell
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
 from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted, percent
-from feddd.paper.cells import Cell
 from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
 
@@ -40,8 +42,10 @@ class _Bar:
 class RunProgress(_Bar):
     """A bar over all rounds of a run; nothing where nobody watches."""
 
-    def __init__(self, experiment: Experiment, *, hidden: bool) -> None:
+    def __init__(self, experiment: Experiment, *, hidden: bool, lines: bool = False) -> None:
+        """hidden: no bar    lines: a line now and then where there is no terminal"""
         console = Console(stderr=True)
+        self._lines = ProgressLines() if lines and not console.is_terminal else None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -53,7 +57,8 @@ class RunProgress(_Bar):
             console=console,
             disable=hidden or not console.is_terminal,
         )
-        total = experiment.rounds * len(experiment.strategy)
+        self._rounds, self._total = experiment.rounds, experiment.rounds * len(experiment.strategy)
+        total = self._total
         self._before = {section.label: n * experiment.rounds for n, section in enumerate(experiment.strategy)}
         self._task = self._bar.add_task(experiment.name, total=total, state="starting")
 
@@ -61,8 +66,12 @@ class RunProgress(_Bar):
         """One more round is done."""
         evaluation = done.record.evaluation
         # A run that was resumed begins somewhere in the middle.
-        self._bar.update(self._task, completed=self._before[done.label] + done.record.round - 1)
+        before = self._before[done.label] + done.record.round - 1
+        self._bar.update(self._task, completed=before)
         self.advance(done.label, evaluation.accuracy if evaluation else None)
+        if self._lines:
+            words = f"{done.label}, round {done.record.round} of {self._rounds}{_tested(done.record)}"
+            self._lines.tell(before / self._total, (before + 1) / self._total, words)
 
     def advance(self, label: str, accuracy: float | None) -> None:
         """One more round of this strategy is done."""
@@ -186,10 +195,16 @@ def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
 class ReproduceProgress(_Bar):
     """A bar over all cells of a reproduction, by what they cost."""
 
-    def __init__(self, missing: Sequence[Cell], *, hidden: bool) -> None:
+    def __init__(
+        self, missing: Sequence[Cell], *, hidden: bool, lines: bool = False, names: Mapping[str, str] | None = None
+    ) -> None:
+        """hidden: no bar    lines: now and then where there is no terminal    names: of cells, by their folder"""
+        self._names = names or {}
         console = Console(stderr=True)
-        self._total = len(missing)
-        self._done = 0
+        self._lines = ProgressLines() if lines and not console.is_terminal else None
+        self._places = {cell.folder: place for place, cell in enumerate(missing, 1)}
+        self._cost = sum(cell.cost for cell in missing)
+        self._spent = 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -201,19 +216,42 @@ class ReproduceProgress(_Bar):
             disable=hidden or not console.is_terminal,
             speed_estimate_period=600,
         )
-        self._task = self._bar.add_task("starting", total=sum(cell.cost for cell in missing))
+        self._task = self._bar.add_task("starting", total=self._cost)
 
     def watch(self, cell: Cell, record: RoundRecord) -> None:
         """One more round of a cell is done."""
-        experiment = cell.experiment
-        what = f"{self._done + 1}/{self._total} {experiment.name} seed {experiment.seed} {cell.label}"
-        self._bar.update(
-            self._task, advance=cell.cost / experiment.rounds, description=escape(f"{what} round {record.round}")
-        )
+        experiment, place = cell.experiment, self._places.get(cell.folder, 0)
+        name = self._names.get(cell.folder, f"{experiment.name} seed {experiment.seed} {cell.label}")
+        what = f"{place}/{len(self._places)} {name}"
+        cost, before = cell.cost / experiment.rounds, self._spent
+        self._spent += cost
+        self._bar.update(self._task, advance=cost, description=escape(f"{what} round {record.round}"))
+        if self._lines:
+            words = f"{what}, round {record.round} of {experiment.rounds}{_tested(record)}"
+            self._lines.tell(before / self._cost, self._spent / self._cost, words)
 
-    def kept(self) -> None:
-        """One more cell is kept."""
-        self._done += 1
+
+def _tested(record: RoundRecord) -> str:
+    return f", accuracy {percent(record.evaluation.accuracy)}" if record.evaluation else ""
+
+
+def print_rows(tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]], page: Path) -> None:
+    """Print the first of some tables (title, head, rows) that fits, else the last, and where the page about it is."""
+    console = Console()
+    drawn = [_text_table(*table) for table in tables]
+    wide = console.options.update_width(1000)
+    fitting = (table for table in drawn if console.measure(table, options=wide).maximum <= console.width)
+    console.print(next(fitting, drawn[-1]))
+    console.print(f"report: {page}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for place, column in enumerate(head):
+        table.add_column(escape(column), justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def print_figures(drawn: Sequence[Drawn]) -> None:

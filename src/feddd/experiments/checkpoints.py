@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from feddd.errors import InputError
 from feddd.experiments.journal import Journal, Position, read_journal
-from feddd.experiments.results import CHECKPOINTS
+from feddd.experiments.results import CHECKPOINTS, LAST
 from feddd.experiments.tables import Rows
 from feddd.files import sync_folder, write_atomically
 from feddd.simulation.simulator import RoundRecord, Simulation
@@ -38,6 +38,8 @@ DEAR_SECONDS = 120.0
 """Checkpoints with clients' own values lie at least so far apart."""
 BYTES_PER_S = 5e7
 """A guess at how fast clients' values are saved, for the first time."""
+LAST_BYTES = 64e6
+"""A finished strategy keeps no more of its clients' values than this; beyond, more rounds go on from further back."""
 
 log = logging.getLogger("feddd")
 
@@ -51,7 +53,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, place: int, label: str, strategy: Strategy, seconds: float | None = None) -> None:
         """place: of the strategy in the experiment    seconds: from one to the next (default: as the cost allows)"""
-        self._folder = folder / CHECKPOINTS
+        self._folder, self._last = folder / CHECKPOINTS, folder / LAST
         self._place = place
         self.label = label
         self.strategy = strategy
@@ -107,6 +109,34 @@ class Checkpoints:
         else:
             self._cheap_seconds = self._latest - now
 
+    def keep_last(self, simulation: Simulation, record: RoundRecord) -> None:
+        """Called after the last round: keep one checkpoint that more rounds can go on from, the later the better."""
+        self._last.mkdir(exist_ok=True)
+        for old in self._last.glob(f"{self._place}-*.safetensors"):
+            old.unlink()
+        latest = max(self._files(), key=_round, default=None)
+        content = self._final(simulation, record)
+        if content is not None:
+            write_atomically(self._last / _name(self._place, record.round, content), content)
+        elif latest is not None:
+            write_atomically(self._last / latest.name, latest.read_bytes())
+
+    def _final(self, simulation: Simulation, record: RoundRecord) -> bytes | None:
+        """The checkpoint after the last round; None if it cannot be saved or would be too large."""
+        if not self._possible:
+            return None
+        try:
+            holding = simulation.holding(self.strategy, record.state)
+        except Exception as error:  # a method of one's own need not have a plan beyond the rounds that were asked for
+            log.debug("strategy %r has no plan after its last round: %s", self.label, error)
+            return None
+        if holding and self._kept_bytes(simulation, record) > LAST_BYTES:
+            return None
+        try:
+            return _packed(simulation.snapshot(record, holding), Position())
+        except CannotBeSaved:
+            return None
+
     def clear(self) -> None:
         """The strategy is finished: nothing of it is needed any more."""
         for path in [*self._files(), self._rows]:
@@ -117,18 +147,18 @@ class Checkpoints:
 
     def _guess(self, simulation: Simulation, record: RoundRecord) -> float:
         """What a dear one takes: as long as the last one, the first by its size."""
+        return self._dear_seconds or self._kept_bytes(simulation, record) / BYTES_PER_S
+
+    def _kept_bytes(self, simulation: Simulation, record: RoundRecord) -> float:
+        """About how much the clients keep for themselves."""
         bits = simulation.fleet.droppable_bits
         kept = sum((1.0 - row.upload.kept_share) * bits[row.upload.client] for row in record.clients)
-        return self._dear_seconds or float(kept) / 8.0 / BYTES_PER_S
+        return float(kept) / 8.0
 
     def _write(self, snapshot: Snapshot, journal: Journal) -> None:
         """The older ones go only when the new one would survive a loss of power."""
-        tensors, document = pack_snapshot(snapshot)
-        position = journal.sync()
-        document |= {"format": FORMAT, "journal": [position.length, position.sha256]}
-        content = safetensors.torch.save(tensors, {"feddd": json.dumps(document)})
-        digest = hashlib.sha256(content).hexdigest()[:32]
-        write_atomically(self._folder / f"{self._place}-{snapshot.state.round}-{digest}.safetensors", content)
+        content = _packed(snapshot, journal.sync())
+        write_atomically(self._folder / _name(self._place, snapshot.state.round, content), content)
         sync_folder(self._folder)
         self.written += 1
         for path in sorted(self._files(), key=_round, reverse=True)[KEEP:]:
@@ -142,13 +172,50 @@ class Checkpoints:
         return list(self._folder.glob(f"{self._place}-*.safetensors"))
 
 
+def move_last(folder: Path, place: int, rows: Callable[[int], Sequence[Rows]]) -> None:
+    """Let a finished strategy's last checkpoint be found again; rows: up to a round, as they are to be gone on with."""
+    for path in (folder / LAST).glob(f"{place}-*.safetensors"):
+        try:
+            tensors, document = _read(path)
+        except (OSError, SafetensorError, *MALFORMED) as error:
+            log.warning("%s cannot be used (%s); its strategy begins again", path.name, error)
+            continue
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        journal = Journal(folder / CHECKPOINTS / f"{place}.rows", Position())
+        journal.add(rows(_round(path)))
+        content = _saved(tensors, document, journal.sync())
+        write_atomically(folder / CHECKPOINTS / _name(place, _round(path), content), content)
+        sync_folder(folder / CHECKPOINTS)
+
+
+def _packed(snapshot: Snapshot, position: Position) -> bytes:
+    tensors, document = pack_snapshot(snapshot)
+    return _saved(tensors, document | {"format": FORMAT}, position)
+
+
+def _saved(tensors: dict[str, Tensor], document: Mapping[str, Any], position: Position) -> bytes:
+    whole = {**document, "journal": [position.length, position.sha256]}
+    return safetensors.torch.save(tensors, {"feddd": json.dumps(whole)})
+
+
+def _name(place: int, number: int, content: bytes) -> str:
+    """A checkpoint's name says what it holds: which strategy, after which round, and the digest of it all."""
+    return f"{place}-{number}-{hashlib.sha256(content).hexdigest()[:32]}.safetensors"
+
+
 def _round(path: Path) -> int:
     number = path.name.split("-")[1]
     return int(number) if number.isdecimal() else 0
 
 
 def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Snapshot, Position]:
-    """A checkpoint whose content is what its name says."""
+    """A checkpoint, and where its rows end."""
+    tensors, document = _read(path)
+    return unpack_snapshot(tensors, document, like), Position(*document["journal"])
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parts of a checkpoint whose content is what its name says."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest()[:32] != path.stem.split("-")[-1]:
         raise ValueError("it is damaged")
@@ -160,4 +227,4 @@ def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Snapshot, Position]:
             f"{path} has checkpoint format {document['format']!r:.80}, and this version reads {FORMAT}: go on with the "
             f"version of feddd that environment.json names, or delete {path.parent} to begin again"
         )
-    return unpack_snapshot(tensors, document, like), Position(*document["journal"])
+    return tensors, document

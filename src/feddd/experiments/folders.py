@@ -29,9 +29,11 @@ from torch import Tensor
 from feddd.errors import InputError
 from feddd.experiments.config import Experiment
 from feddd.experiments.report import write_report
-from feddd.experiments.results import CHECKPOINTS, FLEET_FILE, Results, is_finished, load_results, summarise
+from feddd.experiments.results import CHECKPOINTS, FLEET_FILE, LAST, Results, is_finished, load_results, summarise
 from feddd.files import distinct_names, portable_name, sync_folder, write_atomically
 
+IDENTITY = "run.json"
+"""Among the checkpoints: what the run's numbers come from."""
 REFRESH_SECONDS = 30
 """An open page about a run that goes on loads itself again after so long."""
 
@@ -76,7 +78,7 @@ def create_folder(
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     try:
-        _write_text(made / CHECKPOINTS / "run.json", to_json(identity))
+        _write_text(made / CHECKPOINTS / IDENTITY, to_json(identity))
         begin_folder(made, experiment, about)
         sync_folder(made)
         if made != folder:
@@ -106,7 +108,7 @@ def free_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> P
 
 
 def _taken(folder: Path) -> InputError:
-    begun = (folder / "config.toml").is_file() and not is_finished(folder)
+    begun = any((folder / name).is_file() for name in ("config.toml", "sweep.toml")) and not is_finished(folder)
     hint = f"; `feddd run --resume {folder}` goes on with it" if begun else ""
     return InputError(f"{folder} already holds something; give --out another folder, nothing is overwritten{hint}")
 
@@ -115,9 +117,9 @@ def _is_empty(folder: Path) -> bool:
     """Nothing in it but what a run leaves that was killed before it had written its config."""
     inner = {path.name for path in (folder / CHECKPOINTS).glob("*")}
     # Without the run's own folder beside it a fleet's file is somebody else's.
-    ours = rf"|\.?{re.escape(FLEET_FILE)}(\.\w{{8}})?" if "run.json" in inner else ""
+    ours = rf"|\.?{re.escape(FLEET_FILE)}(\.\w{{8}})?" if IDENTITY in inner else ""
     unborn = re.compile(rf"environment\.json|{CHECKPOINTS}|\.(config\.toml|environment\.json)\.\w{{8}}{ours}")
-    return all(unborn.fullmatch(path.name) for path in folder.iterdir()) and inner <= {"lock", "run.json"}
+    return all(unborn.fullmatch(path.name) for path in folder.iterdir()) and inner <= {"lock", IDENTITY}
 
 
 def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
@@ -195,8 +197,16 @@ def finish_folder(folder: Path) -> Results:
     results = dataclasses.replace(tables, summary=summarise(tables))
     _write_text(folder / "summary.json", to_json(results.summary))
     write_report([results], folder / "report.html")
+    keep_identity(folder)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return results
+
+
+def keep_identity(folder: Path) -> None:
+    """What `resume` must find again is asked again when a finished run gets more rounds."""
+    found, kept = folder / CHECKPOINTS / IDENTITY, folder / LAST
+    if kept.is_dir() and found.is_file():
+        write_atomically(kept / IDENTITY, found.read_bytes())
 
 
 def model_file(folder: Path, experiment: Experiment, label: str) -> Path:

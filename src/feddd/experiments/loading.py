@@ -85,39 +85,44 @@ def _name_strategies(document: dict[str, Any]) -> None:
 
 def _override(document: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or not all(parts):
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise InputError(f"--set takes key=value, not {override!r}")
-    value = _toml_value(text.strip(), override)
+    option = f"--set {override}"
+    set_key(document, key, toml_value(text.strip(), option), option)
+
+
+def set_key(document: dict[str, Any], key: str, value: Any, option: str) -> None:
+    """Change a dotted key of an experiment's document; option: what errors name."""
+    parts = [part.strip() for part in key.split(".")]
     target: dict[str, Any] = document
     if parts[0] == "strategy":
-        target, parts = _strategy_table(document, parts, override)
+        target, parts = _strategy_table(document, parts, option)
     for part in parts[:-1]:
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
-            raise InputError(f"--set {override}: {part} has no keys below it")
+            raise InputError(f"{option}: {part} has no keys below it")
     target[parts[-1]] = value
 
 
-def _strategy_table(document: dict[str, Any], parts: list[str], override: str) -> tuple[dict[str, Any], list[str]]:
+def _strategy_table(document: dict[str, Any], parts: list[str], option: str) -> tuple[dict[str, Any], list[str]]:
     """`strategy.LABEL.key`; labels may contain dots."""
     given = document["strategy"]
     tables = [table for table in given if isinstance(table, dict)] if isinstance(given, list) else []
     by_label = {str(table.get("label", table.get("name"))): table for table in tables}
     label, key = ".".join(parts[1:-1]), parts[-1]
     if label not in by_label:
-        raise InputError(f"--set {override}: no strategy is labelled {label!r}; {nearest(label, by_label)}")
+        raise InputError(f"{option}: no strategy is labelled {label!r}; {nearest(label, by_label)}")
     return by_label[label], [key]
 
 
-def _toml_value(text: str, override: str) -> Any:
-    """A value in TOML syntax; a bare word is a string."""
+def toml_value(text: str, option: str) -> Any:
+    """A value in TOML syntax; a bare word is a string. option: what errors name."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         if re.fullmatch(r"[A-Za-z_][\w./:-]*", text):
             return text
-        raise InputError(f"--set {override}: {text!r} is neither a TOML value nor a bare word") from None
+        raise InputError(f"{option}: {text!r} is neither a TOML value nor a bare word") from None
 
 
 def _relative_to(document: dict[str, Any], where: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -34,24 +35,36 @@ from feddd.files import write_atomically
 _TEMPLATE = Path(__file__).with_name("report.html")
 
 
-def write_report(results: Sequence[Results], path: Path, *, refresh_seconds: int | None = None) -> Path:
+@dataclass(frozen=True)
+class Addition:
+    """What the page about a sweep has besides: a section, what its picture draws, and how to repeat it (HTML)."""
+
+    html: str
+    data: Mapping[str, Any]
+    details: str
+
+
+def write_report(
+    results: Sequence[Results], path: Path, *, refresh_seconds: int | None = None, addition: Addition | None = None
+) -> Path:
     """Write the page about these runs; an old page stays whole until the new one is complete.
 
     refresh_seconds: an open page loads itself again after so long, for a run that goes on
     """
     if not results:
         raise InputError("a report needs at least one run")
-    page = render(results, refresh_seconds)
+    page = render(results, refresh_seconds, addition)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page.encode())
     return path
 
 
-def render(results: Sequence[Results], refresh_seconds: int | None = None) -> str:
+def render(results: Sequence[Results], refresh_seconds: int | None = None, addition: Addition | None = None) -> str:
     """The page as text; the same tables give the same text."""
     from plotly.offline import get_plotlyjs
 
     shown = lines(results)
+    data = page_data(results) | {"sweep": addition.data if addition else None}
     parts = {
         "refresh": f'<meta http-equiv="refresh" content="{refresh_seconds}">\n' if refresh_seconds else "",
         "title": escape(", ".join(name for name, _ in experiments(results))),
@@ -61,9 +74,10 @@ def render(results: Sequence[Results], refresh_seconds: int | None = None) -> st
         "summary": _summary_table(shown),
         "targets": _target_table(shown, targets(results)),
         "not_counted": _not_counted_table(shown),
-        "details": "".join(_details(run) for run in results),
+        "sweep": addition.html if addition else "",
+        "details": addition.details if addition else "".join(_details(run) for run in results),
         # In a script element only "<" could end the data early.
-        "data": json.dumps(page_data(results), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
     }
     template = _TEMPLATE.read_text(encoding="utf-8")

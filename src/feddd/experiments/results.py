@@ -22,6 +22,9 @@ from feddd.world.fleets import read_csv
 CHECKPOINTS = "checkpoint"
 """In a run's folder until it is finished: what it goes on from, and the lock of the process that runs it."""
 
+LAST = "last"
+"""In a finished run's folder: what each strategy goes on from if more rounds are asked for."""
+
 FLEET_FILE = "fleet.csv"
 """In the folder of a run whose fleet came from a file: a copy of it."""
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
 from feddd.experiments.folders import (
+    IDENTITY,
     begin_folder,
     environment,
     model_file,
@@ -39,12 +40,16 @@ from feddd.world.models import import_folder, import_from, import_object
 
 log = logging.getLogger("feddd")
 
-_TABLES = ("rounds", "clients", "classes", "timings")
+TABLES = ("rounds", "clients", "classes", "timings")
 
 
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
-    """A digest of everything that a run's numbers come from, as far as it was given from outside."""
-    world, digest = simulation.world, hashlib.sha256(recorded(experiment).to_toml().encode())
+    """A digest of everything that a run's numbers come from, as far as it was given from outside.
+
+    How many rounds there are to be is left out: a run may get more of them.
+    """
+    settings = recorded(experiment).model_copy(update={"rounds": 1})
+    world, digest = simulation.world, hashlib.sha256(settings.to_toml().encode())
     devices = world.devices
     for array in (
         *world.parts,
@@ -66,7 +71,7 @@ def import_folders(experiment: Experiment) -> dict[str, str]:
 
 def find_imports(folder: Path, experiment: Experiment) -> None:
     """Let the code be found that an interrupted run was begun with; say where it was if it is gone."""
-    places = _document(folder / CHECKPOINTS / "run.json").get("imports")
+    places = _document(folder / CHECKPOINTS / IDENTITY).get("imports")
     before = {path: Path(str(place)) for path, place in places.items()} if isinstance(places, dict) else {}
     for place in before.values():
         import_from(place)
@@ -81,7 +86,7 @@ def find_imports(folder: Path, experiment: Experiment) -> None:
 
 def check_identity(folder: Path, found: Mapping[str, Any]) -> None:
     """Refuse to go on with other data, devices or weights; say so if libraries have changed."""
-    if _document(folder / CHECKPOINTS / "run.json").get("sha256", found["sha256"]) != found["sha256"]:
+    if _document(folder / CHECKPOINTS / IDENTITY).get("sha256", found["sha256"]) != found["sha256"]:
         raise InputError(
             f"{folder} cannot be resumed: its config.toml, the fleet's file, the data or the model's code changed"
         )
@@ -93,13 +98,13 @@ def check_identity(folder: Path, found: Mapping[str, Any]) -> None:
 
 def reuse_folder(folder: Path, experiment: Experiment, found: Mapping[str, Any]) -> None:
     """Make a folder ready for a run: as it is if an interrupted run of the same has left it, else begun anew."""
-    if (folder / "config.toml").is_file() and _document(folder / CHECKPOINTS / "run.json") == found:
+    if (folder / "config.toml").is_file() and _document(folder / CHECKPOINTS / IDENTITY) == found:
         check_identity(folder, found)
         tidy(folder, experiment)
         return
     shutil.rmtree(folder, ignore_errors=True)
     (folder / CHECKPOINTS).mkdir(parents=True)
-    write_atomically(folder / CHECKPOINTS / "run.json", to_json(found).encode())
+    write_atomically(folder / CHECKPOINTS / IDENTITY, to_json(found).encode())
     begin_folder(folder, experiment)
 
 
@@ -115,7 +120,7 @@ def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str]
     """The strategies that need not run again, and their rows: their model is written after all of their rows."""
     labels = [section.label for section in experiment.strategy]
     try:
-        tables = {name: read_table(folder, name) for name in _TABLES}
+        tables = {name: read_table(folder, name) for name in TABLES}
         finished = list(takewhile(lambda label: _is_finished(folder, experiment, label, tables), labels))
     except (OSError, pa.ArrowException) as error:
         log.warning("the tables in %s cannot be read (%s); all strategies begin again", folder, error)

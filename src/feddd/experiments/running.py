@@ -19,6 +19,7 @@ from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
+from feddd.experiments.extending import extend, is_longer
 from feddd.experiments.folders import (
     Lock,
     create_folder,
@@ -35,7 +36,6 @@ from feddd.experiments.resuming import (
     finished_strategies,
     identity,
     resumable,
-    reuse_folder,
     tidy,
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
@@ -45,6 +45,7 @@ from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, Worl
 from feddd.simulation.training import Training
 from feddd.simulation.worker_process import WorkerPool
 from feddd.strategies.protocol import start
+from feddd.tracking.following import Following, Trackers, Wanted, remembered
 from feddd.world import datasets, fleets, models, partitions, synthetic
 
 log = logging.getLogger("feddd")
@@ -71,6 +72,7 @@ def run(
     wire: bool = False,
     pool: WorkerPool | None = None,
     checkpoint_seconds: float | None = None,
+    track: Sequence[Wanted] = (),
 ) -> Results:
     """Simulate every strategy of an experiment and leave tables, models, a summary and report.html in `out`.
 
@@ -80,24 +82,28 @@ def run(
     watch: called after every round    wire: really encode and decode every payload
     pool: worker processes that were started before
     checkpoint_seconds: save so often what `resume` goes on from (default: as often as costs 1 % of the time)
+    track: who is told after every round: "tensorboard", "mlflow", "wandb", an import path, or a `Tracker` class
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    options = _options(workers, engine, ray_address, state_dir, wire, pool)
+    options = simulation_options(workers, engine, ray_address, state_dir, wire, pool)
+    trackers = Trackers(track)
     world = build_world(experiment, Path(data_dir) if data_dir is not None else None)
     note_unused_columns(experiment)
     experiment = resolved(experiment, world)
     with Simulation(world, **options) as simulation:
-        _check_plans(simulation, experiment)
+        check_plans(simulation, experiment)
         folder, lock = create_folder(experiment, out, identity(experiment, simulation))
         with lock, resumable(folder):
-            _simulate(simulation, experiment, folder, [], watch, checkpoint_seconds)
+            trackers.remember(folder)
+            _simulate(simulation, experiment, folder, [], trackers, watch, checkpoint_seconds)
             return finish_folder(folder)
 
 
 def resume(
     folder: str | os.PathLike[str],
     *,
+    rounds: int | None = None,
     workers: int | None = None,
     engine: EngineName = "local",
     ray_address: str | None = None,
@@ -107,26 +113,34 @@ def resume(
     wire: bool = False,
     pool: WorkerPool | None = None,
     checkpoint_seconds: float | None = None,
+    track: Sequence[Wanted] | None = None,
 ) -> Results:
     """Go on with an interrupted run: its folder ends as if nothing had happened, bit for bit. A finished one is read.
 
     folder: what `run` has begun; the other arguments are those of `run` and may differ from the first time
+    rounds: go on to so many, as if the run, finished or not, had been begun with them
+    track: left out, those who followed the run before
     """
     folder = Path(folder)
     check_run_folder(folder)
-    if is_finished(folder):
+    longer = rounds is not None and is_longer(folder, rounds)
+    if is_finished(folder) and not longer:
         return load_results(folder)
     with Lock(folder), resumable(folder):
+        if rounds is not None and longer:
+            extend(folder, rounds)
         experiment = load_experiment(folder / "config.toml")
         tidy(folder, experiment)
         finished, rows = finished_strategies(folder, experiment)
         if len(finished) < len(experiment.strategy):
-            options = _options(workers, engine, ray_address, state_dir, wire, pool)
+            trackers = Trackers(remembered(folder) if track is None else track)
+            trackers.remember(folder)
+            options = simulation_options(workers, engine, ray_address, state_dir, wire, pool)
             find_imports(folder, experiment)
             world = build_world(experiment, Path(data_dir) if data_dir is not None else None, prove=False)
             with Simulation(world, **options) as simulation:
                 check_identity(folder, identity(experiment, simulation))
-                _simulate(simulation, experiment, folder, rows, watch, checkpoint_seconds, finished)
+                _simulate(simulation, experiment, folder, rows, trackers, watch, checkpoint_seconds, finished)
         return finish_folder(folder)
 
 
@@ -135,6 +149,7 @@ def _simulate(
     experiment: Experiment,
     folder: Path,
     rows: Sequence[Rows],
+    trackers: Trackers,
     watch: Callable[[Progress], None] | None,
     checkpoint_seconds: float | None,
     finished: Collection[str] = (),
@@ -148,29 +163,42 @@ def _simulate(
             if section.label in finished:
                 continue
             checkpoints = Checkpoints(folder, place, section.label, section.build(), checkpoint_seconds)
-            for record in _rounds(simulation, experiment, checkpoints, tables):
-                if watch:
-                    watch(Progress(section.label, record))
+            with trackers.follow(folder, section.label, experiment.seed, settings_of(experiment, place)) as following:
+                for record in simulate_rounds(simulation, experiment, checkpoints, tables, following):
+                    if watch:
+                        watch(Progress(section.label, record))
             tables.flush()
+            checkpoints.keep_last(simulation, record)
             write_model(model_file(folder, experiment, section.label), record.state.model)
             checkpoints.clear()
 
 
-def _rounds(
-    simulation: Simulation, experiment: Experiment, checkpoints: Checkpoints, tables: Tables
+def simulate_rounds(
+    simulation: Simulation,
+    experiment: Experiment,
+    checkpoints: Checkpoints,
+    tables: Tables,
+    following: Following,
 ) -> Iterator[RoundRecord]:
     """Run one strategy from its checkpoint if it has one, else from the start; every round goes into the tables."""
     after, before = checkpoints.find(simulation.initial)
     tables.restore(before)
+    following.begin([row for name, batch in before if name == "rounds" for row in batch.to_pylist()])
     rounds = experiment.rounds
     for record in simulation.run(checkpoints.strategy, rounds, evaluate_every=experiment.evaluate_every, after=after):
         added = tables.add(checkpoints.label, record)
+        following.log(added[0][1].to_pylist()[0])
         yield record
         if record.round < rounds:
             checkpoints.offer(simulation, record, added)
 
 
-def _check_plans(simulation: Simulation, experiment: Experiment) -> None:
+def settings_of(experiment: Experiment, place: int) -> dict[str, Any]:
+    """The resolved experiment as its trackers are told it: with one strategy."""
+    return experiment.model_dump(exclude={"strategy"}) | {"strategy": experiment.strategy[place].model_dump()}
+
+
+def check_plans(simulation: Simulation, experiment: Experiment) -> None:
     """A first plan shows whether a strategy fits this fleet and model before anything is written."""
     initial = start(simulation.initial, len(simulation.fleet))
     for section in experiment.strategy:
@@ -181,7 +209,7 @@ def _check_plans(simulation: Simulation, experiment: Experiment) -> None:
             raise InputError(f"strategy {section.label!r}: {error}") from error
 
 
-def _options(
+def simulation_options(
     workers: int | None,
     engine: EngineName,
     ray_address: str | None,
@@ -199,28 +227,6 @@ def _options(
         **{"workers": workers, "engine": engine, "ray_address": ray_address},
         **{"state_dir": folder, "wire": wire, "pool": pool},
     }
-
-
-def write_strategy(
-    simulation: Simulation,
-    experiment: Experiment,
-    folder: Path,
-    watch: Callable[[RoundRecord], None],
-    checkpoint_seconds: float | None = None,
-) -> None:
-    """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`.
-
-    What an interrupted call has left there is gone on with, if it was of the same experiment.
-    """
-    (section,) = experiment.strategy
-    experiment = resolved(experiment, simulation.world)
-    reuse_folder(folder, experiment, identity(experiment, simulation))
-    with Lock(folder):
-        checkpoints = Checkpoints(folder, 0, section.label, section.build(), checkpoint_seconds)
-        with Tables(folder, seed=experiment.seed) as tables:
-            tables.write_partition(label_counts_of(simulation.world))
-            for record in _rounds(simulation, experiment, checkpoints, tables):
-                watch(record)
 
 
 def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: bool = True) -> World:

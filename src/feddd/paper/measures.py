@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from feddd.experiments.results import Results
+from feddd.experiments.statistics import PERCENT, Estimate, difference, estimate, saving
 from feddd.paper.panels import (
     Panel,
     Panels,
@@ -21,7 +22,6 @@ from feddd.paper.panels import (
     seconds_a_round,
     seconds_to,
 )
-from feddd.paper.statistics import PERCENT, Estimate, difference, estimate, saving
 
 Paper = float | tuple[float, float] | None
 """The paper's number, its range, or nothing where it says something in words only."""

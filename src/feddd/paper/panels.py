@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
+from feddd.experiments.cells import Store
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results, time_to_accuracy
 from feddd.experiments.views import Line, lines, rounds_done
-from feddd.paper.cells import Store
 
 WINDOW = 5
 """Rounds that an accuracy is averaged over where curves jump, and where it is read on the way."""

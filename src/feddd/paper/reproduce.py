@@ -14,12 +14,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from feddd.errors import InputError
+from feddd.experiments.cells import Cell, Store, cells
 from feddd.experiments.plotting import save_figure
 from feddd.experiments.report import write_report
 from feddd.files import write_atomically
 from feddd.paper import theorem
 from feddd.paper.catalogue import PaperFigure
-from feddd.paper.cells import Cell, Store, cells
 from feddd.paper.claims import CLAIMS
 from feddd.paper.drawing import draw_label_share, draw_learning_rates, draw_panels, draw_theorem
 from feddd.paper.measures import Answer

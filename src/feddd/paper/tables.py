@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 
 from feddd.experiments.results import Results, reference_label
+from feddd.experiments.statistics import PERCENT, estimate, saving
 from feddd.experiments.views import human_bytes, human_seconds
 from feddd.paper.catalogue import PaperFigure
 from feddd.paper.measures import over_rounds, shown
 from feddd.paper.motivation import SHARES, LabelShare, loss_by_width
 from feddd.paper.panels import Panel, accuracy, reached_by_all, seconds_to
-from feddd.paper.statistics import PERCENT, estimate, saving
 from feddd.paper.theorem import Outcome
 from feddd.world import models
 

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +22,24 @@ from typing import Any
 
 import pyarrow as pa
 
+from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment
+from feddd.experiments.folders import Lock, keep_identity, model_file, write_model
 from feddd.experiments.methods import construct
 from feddd.experiments.results import CHECKPOINTS, SCHEMAS, Results, load_results, summarise
-from feddd.experiments.running import build_world, write_strategy
+from feddd.experiments.resuming import identity, reuse_folder
+from feddd.experiments.running import (
+    build_world,
+    check_plans,
+    label_counts_of,
+    resolved,
+    settings_of,
+    simulate_rounds,
+)
+from feddd.experiments.tables import Tables
 from feddd.files import portable_name
 from feddd.simulation.simulator import EverybodyDiverged, RoundRecord, Simulation
+from feddd.tracking.following import Following, Trackers
 
 VERSION = 1
 """Raised when a change of the simulator makes kept cells wrong."""
@@ -84,6 +96,8 @@ def _slug(text: str) -> str:
 def _facts(experiment: Experiment) -> dict[str, Any]:
     """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
     facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
+    if experiment.fleet.file is not None:  # what it says, wherever it lies
+        facts["fleet"]["file"] = hashlib.sha256(Path(experiment.fleet.file).read_bytes()).hexdigest()
     section = experiment.strategy[0]
     plain = _defaults(section.name)
     options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}
@@ -104,47 +118,72 @@ def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
     ]
 
 
+def in_order(wanted: Iterable[Cell]) -> list[Cell]:
+    """Each cell once, worlds together."""
+    unique = {cell.folder: cell for cell in wanted}
+    order: dict[str, int] = {}
+    for cell in unique.values():
+        order.setdefault(cell.world_key, len(order))
+    return sorted(unique.values(), key=lambda cell: order[cell.world_key])
+
+
 class Store:
     """A folder of finished cells; one that was interrupted goes on from its latest checkpoint.
 
     checkpoint_seconds: from one to the next (default: as often as costs 1 % of the time)
+    whole: keep models, and what more rounds go on from, beside the tables
+    follow: who is told about a cell's rounds
     """
 
-    def __init__(self, folder: Path, checkpoint_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint_seconds: float | None = None,
+        *,
+        whole: bool = False,
+        follow: Callable[[Cell], Following] | None = None,
+    ) -> None:
         self.folder = folder
         self._checkpoint_seconds = checkpoint_seconds
+        self._whole = whole
+        self._follow = follow
 
     def has(self, cell: Cell) -> bool:
         """Whether the cell was run to its end: its folder gets its name only then."""
         return (self.folder / cell.folder / "config.toml").is_file()
 
+    def place(self, cell: Cell) -> Path:
+        """Where a finished cell lies."""
+        return self.folder / cell.folder
+
+    def partial(self, cell: Cell) -> Path:
+        """Where a cell lies that is under way."""
+        return self.folder / f"{cell.folder}.partial"
+
     def missing(self, wanted: Iterable[Cell]) -> list[Cell]:
         """Those still to be run, each once, worlds together."""
-        unique = {cell.folder: cell for cell in wanted if not self.has(cell)}
-        order: dict[str, int] = {}
-        for cell in unique.values():
-            order.setdefault(cell.world_key, len(order))
-        return sorted(unique.values(), key=lambda cell: order[cell.world_key])
+        return in_order(cell for cell in wanted if not self.has(cell))
 
     def run(
         self,
         wanted: Sequence[Cell],
         *,
-        workers: int | None = None,
         data_dir: Path | None = None,
         watch: Watch | None = None,
-    ) -> Iterator[Cell]:
-        """Run what is missing, yielding each cell when it is kept."""
+        **options: Any,
+    ) -> Generator[Cell, None, None]:
+        """Run what is missing, yielding each cell when it is kept; options: what a simulation is told."""
         for _, group in groupby(self.missing(wanted), key=lambda cell: cell.world_key):
             first, *rest = group
-            with Simulation(build_world(first.experiment, data_dir), workers=workers) as simulation:
+            with Simulation(build_world(first.experiment, data_dir), **options) as simulation:
+                for cell in (first, *rest):
+                    check_plans(simulation, cell.experiment)
                 for cell in (first, *rest):
                     self._run(simulation, cell, watch)
                     yield cell
 
     def _run(self, simulation: Simulation, cell: Cell, watch: Watch | None) -> None:
-        target = self.folder / cell.folder
-        partial = target.with_name(f"{target.name}.partial")
+        target, partial = self.place(cell), self.partial(cell)
         # Where nobody's training ends in finite numbers the run is over; it would end there again, and its tables tell.
         with contextlib.suppress(EverybodyDiverged):
             write_strategy(
@@ -153,7 +192,10 @@ class Store:
                 partial,
                 lambda record: watch(cell, record) if watch else None,
                 self._checkpoint_seconds,
+                following=self._follow(cell) if self._follow else None,
+                whole=self._whole,
             )
+        keep_identity(partial)
         shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
         partial.replace(target)
 
@@ -163,13 +205,42 @@ class Store:
         found = {cell.label: load_results(self.folder / cell.folder) for cell in wanted if self.has(cell)}
         config = tomllib.loads(experiment.model_copy(update={"seed": seed}).to_toml())
         environments = [run.environment for run in found.values()]
-        tables = {name: _joined(name, found) for name in SCHEMAS}
+        tables = {name: joined(name, found) for name in SCHEMAS}
         path = Path(f"{experiment.name}-seed-{seed}")
         combined = Results(path, config, environments[0] if environments else {}, {}, tables)
         return dataclasses.replace(combined, summary=summarise(combined))
 
 
-def _joined(name: str, runs: Mapping[str, Results]) -> Any:
+def write_strategy(
+    simulation: Simulation,
+    experiment: Experiment,
+    folder: Path,
+    watch: Callable[[RoundRecord], None],
+    checkpoint_seconds: float | None = None,
+    *,
+    following: Following | None = None,
+    whole: bool = False,
+) -> None:
+    """Run the only strategy of an experiment on a world that is there already; leave config and tables in `folder`.
+
+    What an interrupted call has left there is gone on with, if it was of the same experiment.
+    """
+    (section,) = experiment.strategy
+    experiment = resolved(experiment, simulation.world)
+    reuse_folder(folder, experiment, identity(experiment, simulation))
+    nobody = Trackers(()).follow(folder, section.label, experiment.seed, settings_of(experiment, 0))
+    with Lock(folder):
+        checkpoints = Checkpoints(folder, 0, section.label, section.build(), checkpoint_seconds)
+        with Tables(folder, seed=experiment.seed) as tables, following or nobody as told:
+            tables.write_partition(label_counts_of(simulation.world))
+            for record in simulate_rounds(simulation, experiment, checkpoints, tables, told):
+                watch(record)
+        if whole:
+            checkpoints.keep_last(simulation, record)
+            write_model(model_file(folder, experiment, section.label), record.state.model)
+
+
+def joined(name: str, runs: Mapping[str, Results]) -> Any:
     """One table of several runs, under the labels they have here."""
     parts = [(label, run.tables[name]) for label, run in runs.items()]
     if name == "partition":

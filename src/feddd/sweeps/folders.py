@@ -1,0 +1,117 @@
+"""A sweep's folder: an index that says what is run, and below it every cell once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from feddd.errors import InputError
+from feddd.experiments.config import parse_experiment
+from feddd.experiments.folders import environment, new_folder, write_environment
+from feddd.experiments.resuming import import_folders
+from feddd.files import parse_toml, read_text, write_atomically
+from feddd.sweeps.grid import Axis, Grid, document_of, make_grid
+from feddd.world.models import import_from
+
+INDEX = "sweep.toml"
+CELLS = "cells"
+_HEAD = "# What is compared here. Every strategy on every seed lies in cells/ once, a run's folder of its own.\n"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What sweep.toml says; before: rounds that the sweep had, before it got more of them."""
+
+    grid: Grid
+    before: tuple[int, ...] = ()
+    imports: Mapping[str, str] = field(default_factory=dict)
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder was left by a sweep."""
+    return (folder / INDEX).is_file()
+
+
+def create(grid: Grid, out: str | os.PathLike[str] | None) -> Path:
+    """A new folder with its index, and copies of the fleets' files, so that it can be moved."""
+    folder = new_folder(grid.base, out)
+    grid = _elsewhere(grid, lambda name: _copied(Path(name), folder))
+    write_environment(folder, environment(grid.seeds[0]))
+    imports: dict[str, str] = {}
+    for point in grid.points:
+        imports |= import_folders(point.experiment)
+    write_index(folder, Index(grid, imports=imports))
+    return folder
+
+
+def _copied(path: Path, folder: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    name = Path("fleets") / hashlib.sha256(content).hexdigest()[:8] / path.name
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / name, content)
+    return str(name)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Replace the index."""
+    inside = f"{folder.absolute()}{os.sep}"
+    grid = _elsewhere(index.grid, lambda name: name.removeprefix(inside))
+    document = {
+        "seeds": list(grid.seeds),
+        "rounds_before": list(index.before),
+        "axis": [{"key": axis.key, "values": list(axis.values)} for axis in grid.axes],
+        "imports": dict(index.imports),
+        "experiment": document_of(grid.base),
+    }
+    write_atomically(folder / INDEX, (_HEAD + tomli_w.dumps(document)).encode())
+
+
+def read_index(folder: Path) -> Index:
+    """What a sweep's folder says that it holds."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise InputError(f"{folder} is not a sweep's folder: it has no {INDEX}")
+    try:
+        document = parse_toml(read_text(path, "utf-8-sig"))
+        axes = [Axis(str(axis["key"]), tuple(axis["values"])) for axis in document.get("axis", ())]
+        seeds, before = (_numbers(document[key]) for key in ("seeds", "rounds_before"))
+        imports = {str(key): str(value) for key, value in document.get("imports", {}).items()}
+        given = dict(document["experiment"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged: {error!r}") from error
+    grid = make_grid(parse_experiment(given, str(path)), axes, seeds)
+    return Index(_elsewhere(grid, lambda name: str(folder.absolute() / name)), before, imports)
+
+
+def find_imports(index: Index) -> None:
+    """Let the code be found that a sweep was begun with."""
+    for place in index.imports.values():
+        import_from(Path(place))
+
+
+def _elsewhere(grid: Grid, place: Callable[[str], str]) -> Grid:
+    """The grid with its fleets' files in other places."""
+    fleet = grid.base.fleet
+    moved = {} if fleet.file is None else {"fleet": fleet.model_copy(update={"file": place(fleet.file)})}
+    axes = [
+        Axis(axis.key, tuple(place(str(value)) for value in axis.values)) if axis.key == "fleet.file" else axis
+        for axis in grid.axes
+    ]
+    if not moved and axes == list(grid.axes):
+        return grid
+    return make_grid(grid.base.model_copy(update=moved), axes, grid.seeds)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} are not whole numbers")
+    return tuple(values)

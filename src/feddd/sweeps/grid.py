@@ -1,0 +1,143 @@
+"""What a sweep runs: every combination of the values of some keys, on every seed, each strategy's run once."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from feddd.errors import InputError
+from feddd.experiments.cells import Cell, cells
+from feddd.experiments.config import UNNAMED, Experiment, parse_experiment
+from feddd.experiments.loading import set_key, toml_value
+
+MOST_POINTS = 10_000
+"""More combinations are a slip of the keyboard."""
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dotted key of an experiment, as `--set` takes it, and the values that it is given."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination: a value for every axis, and the experiment that has them."""
+
+    settings: Mapping[str, Any]
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A sweep: an experiment, the axes along which it differs, and its seeds. Without axes it differs in the seed."""
+
+    base: Experiment
+    axes: tuple[Axis, ...]
+    seeds: tuple[int, ...]
+    points: tuple[Point, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All runs of one strategy on one seed; those that are the same are listed again."""
+        # Seed by seed and combination by combination: what is there after a while can be compared.
+        return [cell for seed in self.seeds for point in self.points for cell in cells(point.experiment, [seed])]
+
+
+def make_grid(base: Experiment, axes: Sequence[Axis], seeds: Iterable[int]) -> Grid:
+    """Work out every combination; one that is no experiment is refused before anything is run."""
+    numbers = tuple(seeds)
+    for axis in axes:
+        _check_axis(axis, axes)
+    if len(list(itertools.islice(itertools.product(*(axis.values for axis in axes)), MOST_POINTS + 1))) > MOST_POINTS:
+        raise InputError(f"--sweep asks for more than {MOST_POINTS} combinations")
+    document = document_of(base)
+    points = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        settings = dict(zip((axis.key for axis in axes), values, strict=True))
+        points.append(Point(settings, _changed(document, settings)))
+    return Grid(base, tuple(axes), numbers, tuple(points))
+
+
+def _check_axis(axis: Axis, axes: Sequence[Axis]) -> None:
+    if axis.key in ("seed", "name"):
+        hint = "--seeds N runs N seeds" if axis.key == "seed" else "a name changes no number"
+        raise InputError(f"--sweep {axis.key}: it cannot be swept; {hint}")
+    if not axis.values:
+        raise InputError(f"--sweep {axis.key}: no value is given")
+    shown = [show(value) for value in axis.values]
+    twice = next((value for value in shown if shown.count(value) > 1), None)
+    if twice is not None:
+        raise InputError(f"--sweep {axis.key}: {twice} is given twice")
+    if sum(other.key == axis.key for other in axes) > 1:
+        raise InputError(f"--sweep {axis.key} is given twice; all its values go into one: {axis.key}=A,B")
+
+
+def _changed(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Experiment:
+    changed: dict[str, Any] = tomllib.loads(tomli_w.dumps(document))
+    for key, value in settings.items():
+        set_key(changed, key, value, f"--sweep {key}={show(value)}")
+    try:
+        return parse_experiment(changed)
+    except InputError as error:
+        words = " ".join(f"--sweep {key}={show(value)}" for key, value in settings.items())
+        raise InputError(f"{words}: {str(error).removeprefix(f'{UNNAMED}: ')}") from error
+
+
+def document_of(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as it was written, without the defaults that another value of a key may rule out."""
+    given = experiment.model_dump(exclude_unset=True, exclude_none=True)
+    whole = experiment.model_dump(include={"name", "strategy"}, exclude_none=True)
+    return tomllib.loads(tomli_w.dumps(whole | given))
+
+
+def parse_axis(text: str) -> Axis:
+    """Read key=A,B,C: values in TOML syntax, bare words are strings, a comma inside brackets or quotes separates none.
+
+    `fleet.uplink_bits_per_s=[1e4,5e4],[1e5,5e5]` are two values.
+    """
+    key, equals, values = text.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise InputError(f"--sweep takes key=value,value,…, not {text!r}")
+    parts = [part.strip() for part in _split(values)]
+    if not all(parts):
+        raise InputError(f"--sweep {text}: a value is missing")
+    return Axis(key.strip(), tuple(toml_value(part, f"--sweep {text}") for part in parts))
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas that stand outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += _BRACKETS.get(letter, 0)
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(show(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + "}"
+    return str(value)
