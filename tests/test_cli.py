@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -62,7 +63,8 @@ def test_a_run_prints_a_table_and_leaves_everything_behind(finished):
     folder, done = finished
     assert all(label in done.stdout for label in ("feddd", "fedavg", "fedcs", "oort"))
     assert "report: out/report.html" in done.stdout
-    assert done.stderr == ""
+    # A busy machine may take so long that a line says how far it is.
+    assert all(re.fullmatch(r"feddd: \w+, round \d of 3, .* left", line) for line in done.stderr.splitlines())
     left = {path.name for path in (folder / "out").iterdir()}
     assert left >= {
         "config.toml",

@@ -73,6 +73,7 @@ def test_values_are_toml_or_bare_words_between_commas(text: str, values: tuple[A
     ("asked", "message"),
     [
         (["--seeds", 0], "--seeds must be a whole number of at least 1"),
+        (["--seeds", 10**12], "more than 10000"),
         (["--sweep", "x"], "--sweep takes key=value"),
         (["--sweep", "=1"], "--sweep takes key=value"),
         (["--sweep", f"{BUDGET}=0.3,"], "a value is missing"),
@@ -84,7 +85,7 @@ def test_values_are_toml_or_bare_words_between_commas(text: str, values: tuple[A
         (["--sweep", "data.partion=iid"], "did you mean 'partition'?"),
         (["--sweep", "seed=1,2"], "--seeds N runs N seeds"),
         (["--sweep", "name=a,b"], "a name changes no number"),
-        (["--sweep", "rounds=" + ",".join(map(str, range(1, 10_003)))], "more than 10000 combinations"),
+        (["--sweep", "rounds=" + ",".join(map(str, range(1, 10_003)))], "more than 10000 runs"),
         (["--sweep", "fleet.file=nowhere.csv"], "nowhere.csv"),
         (["--seeds", 2, "--set", "data.dataset=mnist"], "mnist"),
         (["--resume", ".", "--seeds", 2], "--seeds cannot be given with --resume"),
@@ -293,7 +294,7 @@ def test_lines_are_not_repeated_and_settings_are_named_where_they_tell(
 ) -> None:
     shown = [line.label for line in lines(grid[0].runs)]
     own = ["feddd, budget=0.6", "feddd, budget=0.3", "fedavg"]
-    assert shown == [f"{label} (test: partition={name})" for name in ("iid", "noniid-a") for label in own]
+    assert shown == [f"{label} (partition={name})" for name in ("iid", "noniid-a") for label in own]
     assert all(len(line.runs) == 2 for line in lines(grid[0].runs))
     assert "fedavg is shown once for all values of strategy.feddd.budget: it makes no difference there." in sentences(
         grid[0]

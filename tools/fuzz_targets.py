@@ -40,6 +40,7 @@ def targets(work: Path) -> dict[str, Callable[[], Target]]:
         "store": lambda: _store(work),
         "toml": lambda: _toml(work),
         "set": _set,
+        "sweep": lambda: _sweep(work),
         "fleet": lambda: _fleet(work),
         "idx": lambda: _dataset(work, "idx"),
         "cifar": lambda: _dataset(work, "cifar"),
@@ -459,6 +460,32 @@ def _toml(work: Path) -> Target:
         b'[fleet]\nbandwidth_hz = 1e6\npower_w = 0.1\ngain = [1e-9, 1e-8]\nnoise_w = 1e-12\n[model]\nname = "cnn2/4"\n'
     ]
     return Target(tuple(seeds), read, (feddd.InputError,), _TOML)
+
+
+def _sweep(work: Path) -> Target:
+    """A sweep's index, and what a report makes of it."""
+    import feddd
+    from feddd.errors import InputError
+    from feddd.sweeps.folders import INDEX, Index, write_index
+    from feddd.sweeps.grid import Axis, make_grid
+    from feddd.sweeps.report import sentences
+    from feddd.sweeps.results import load_sweep
+
+    folder = work / "sweep"
+    folder.mkdir(exist_ok=True)
+    base = feddd.load_experiment("quickstart", ["rounds=2"])
+    axes = [Axis("strategy.feddd.budget", (0.3, 0.6)), Axis("data.partition", ("iid", "noniid-a"))]
+    write_index(folder, Index(make_grid(base, axes, [0, 1])))
+    seed = (folder / INDEX).read_bytes()
+
+    def read(data: bytes) -> None:
+        (folder / INDEX).write_bytes(data)
+        results = load_sweep(folder)
+        sentences(results)
+        assert not any(one["finished"] for one in results.summary["rows"])
+
+    words = (b"seeds = []", b"[[axis]]", b'key = "fleet.file"', b'"/etc/hosts"', b"..", b"[imports]", b"1e400", b"-1")
+    return Target((seed,), read, (InputError,), words)
 
 
 def _set() -> Target:

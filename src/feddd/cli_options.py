@@ -25,6 +25,17 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. training.epochs=3, strategy.feddd.budget=0.4."),
 ]
+Seeds = Annotated[
+    int | None, typer.Option(metavar="N", help="Run N seeds, from the experiment's upwards, into one folder.")
+]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=A,B,…", help="Run with each of these values; several times: every combination."),
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Tell tensorboard, mlflow, wandb or package.module:Class of every round."),
+]
 
 
 class Engine(StrEnum):

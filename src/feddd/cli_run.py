@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from feddd.cli_options import DataDir, Engine, Json, Overrides, print_json, stoppable
+from feddd.cli_options import DataDir, Engine, Json, Overrides, Seeds, Sweep, Track, print_json, stoppable
 from feddd.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,17 +33,9 @@ def run(
     rounds: Annotated[
         int | None, typer.Option(help="How many rounds to simulate; with --resume: go on to so many.")
     ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(metavar="N", help="Run N seeds, from the experiment's upwards, into one folder.")
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=A,B,…", help="Run with each of these values; several times: every combination."),
-    ] = None,
-    track: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Tell tensorboard, mlflow, wandb or package.module:Class of every round."),
-    ] = None,
+    seeds: Seeds = None,
+    sweep: Sweep = None,
+    track: Track = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one per core. Same numbers.")] = None,
     engine: Annotated[
         Engine, typer.Option(help="Where the workers run: processes here, or actors of a Ray cluster. Same numbers.")

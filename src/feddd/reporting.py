@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -202,9 +203,9 @@ class ReproduceProgress(_Bar):
         self._names = names or {}
         console = Console(stderr=True)
         self._lines = ProgressLines() if lines and not console.is_terminal else None
-        self._places = {cell.folder: place for place, cell in enumerate(missing, 1)}
-        self._cost = sum(cell.cost for cell in missing)
-        self._spent = 0.0
+        self._places = {cell.folder: place for place, cell in enumerate(missing)}
+        self._before = [0.0, *itertools.accumulate(cell.cost for cell in missing)]
+        self._cost = self._before[-1]
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -222,13 +223,14 @@ class ReproduceProgress(_Bar):
         """One more round of a cell is done."""
         experiment, place = cell.experiment, self._places.get(cell.folder, 0)
         name = self._names.get(cell.folder, f"{experiment.name} seed {experiment.seed} {cell.label}")
-        what = f"{place}/{len(self._places)} {name}"
-        cost, before = cell.cost / experiment.rounds, self._spent
-        self._spent += cost
-        self._bar.update(self._task, advance=cost, description=escape(f"{what} round {record.round}"))
+        what = f"{place + 1}/{len(self._places)} {name}"
+        # A cell that is gone on with begins somewhere in the middle.
+        each = cell.cost / experiment.rounds
+        before = self._before[place] + each * (record.round - 1)
+        self._bar.update(self._task, completed=before + each, description=escape(f"{what} round {record.round}"))
         if self._lines:
             words = f"{what}, round {record.round} of {experiment.rounds}{_tested(record)}"
-            self._lines.tell(before / self._cost, self._spent / self._cost, words)
+            self._lines.tell(before / self._cost, (before + each) / self._cost, words)
 
 
 def _tested(record: RoundRecord) -> str:

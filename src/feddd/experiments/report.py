@@ -37,8 +37,9 @@ _TEMPLATE = Path(__file__).with_name("report.html")
 
 @dataclass(frozen=True)
 class Addition:
-    """What the page about a sweep has besides: a section, what its picture draws, and how to repeat it (HTML)."""
+    """What the page about a sweep has of its own: title, a section, what its picture draws, how to repeat it (HTML)."""
 
+    title: str
     html: str
     data: Mapping[str, Any]
     details: str
@@ -67,7 +68,7 @@ def render(results: Sequence[Results], refresh_seconds: int | None = None, addit
     data = page_data(results) | {"sweep": addition.data if addition else None}
     parts = {
         "refresh": f'<meta http-equiv="refresh" content="{refresh_seconds}">\n' if refresh_seconds else "",
-        "title": escape(", ".join(name for name, _ in experiments(results))),
+        "title": escape(addition.title if addition else ", ".join(name for name, _ in experiments(results))),
         "facts": "".join(f"<li>{escape(fact)}</li>" for fact in facts(results)),
         "unfinished": _unfinished(results),
         "words": "".join(f"<p>{_together(escape(sentence))}</p>" for sentence in sentences(results)),

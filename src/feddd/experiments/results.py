@@ -109,6 +109,8 @@ class Results:
 
 def check_run_folder(folder: Path) -> None:
     """Refuse what no run has left behind."""
+    if (folder / "sweep.toml").is_file():
+        raise InputError(f"{folder} holds a sweep: feddd.resume_sweep goes on with it, feddd.load_sweep reads it")
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} is not a run's folder: it has no config.toml")
     if (folder / "deployment").is_dir():

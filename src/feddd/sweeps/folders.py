@@ -21,6 +21,7 @@ from feddd.world.models import import_from
 
 INDEX = "sweep.toml"
 CELLS = "cells"
+FLEETS = "fleets"
 _HEAD = "# What is compared here. Every strategy on every seed lies in cells/ once, a run's folder of its own.\n"
 
 
@@ -55,7 +56,7 @@ def _copied(path: Path, folder: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    name = Path("fleets") / hashlib.sha256(content).hexdigest()[:8] / path.name
+    name = Path(FLEETS) / hashlib.sha256(content).hexdigest()[:8] / path.name
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / name, content)
     return str(name)
@@ -87,9 +88,18 @@ def read_index(folder: Path) -> Index:
         imports = {str(key): str(value) for key, value in document.get("imports", {}).items()}
         given = dict(document["experiment"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {error!r}") from error
+        missing = "no " if isinstance(error, KeyError) else ""
+        raise InputError(f"{path} is damaged: {missing}{error}") from error
     grid = make_grid(parse_experiment(given, str(path)), axes, seeds)
-    return Index(_elsewhere(grid, lambda name: str(folder.absolute() / name)), before, imports)
+    return Index(_elsewhere(grid, lambda name: _inside(folder, name)), before, imports)
+
+
+def _inside(folder: Path, name: str) -> str:
+    """Where a fleet's file lies; an index may come from a stranger, and no file elsewhere is read for it."""
+    parts = Path(name).parts
+    if len(parts) != 3 or parts[0] != FLEETS or ".." in parts or not (folder / name).is_file():
+        raise InputError(f"{folder / INDEX} names a fleet's file that is not in its folder: {name!r:.200}")
+    return str(folder.absolute() / name)
 
 
 def find_imports(index: Index) -> None:

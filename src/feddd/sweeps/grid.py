@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from feddd.experiments.cells import Cell, cells
 from feddd.experiments.config import UNNAMED, Experiment, parse_experiment
 from feddd.experiments.loading import set_key, toml_value
 
-MOST_POINTS = 10_000
-"""More combinations are a slip of the keyboard."""
+MOST_RUNS = 10_000
+"""More combinations and seeds are a slip of the keyboard."""
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -55,10 +56,12 @@ class Grid:
 def make_grid(base: Experiment, axes: Sequence[Axis], seeds: Iterable[int]) -> Grid:
     """Work out every combination; one that is no experiment is refused before anything is run."""
     numbers = tuple(seeds)
+    if not numbers:
+        raise InputError("a sweep needs at least one seed")
     for axis in axes:
         _check_axis(axis, axes)
-    if len(list(itertools.islice(itertools.product(*(axis.values for axis in axes)), MOST_POINTS + 1))) > MOST_POINTS:
-        raise InputError(f"--sweep asks for more than {MOST_POINTS} combinations")
+    if len(numbers) * math.prod(len(axis.values) for axis in axes) > MOST_RUNS:
+        raise InputError(f"--sweep and --seeds ask for more than {MOST_RUNS} runs")
     document = document_of(base)
     points = []
     for values in itertools.product(*(axis.values for axis in axes)):
@@ -71,6 +74,8 @@ def _check_axis(axis: Axis, axes: Sequence[Axis]) -> None:
     if axis.key in ("seed", "name"):
         hint = "--seeds N runs N seeds" if axis.key == "seed" else "a name changes no number"
         raise InputError(f"--sweep {axis.key}: it cannot be swept; {hint}")
+    if not axis.key or not all(axis.key.split(".")):
+        raise InputError(f"--sweep takes a dotted key, not {axis.key!r:.200}")
     if not axis.values:
         raise InputError(f"--sweep {axis.key}: no value is given")
     shown = [show(value) for value in axis.values]

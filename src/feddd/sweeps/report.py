@@ -18,7 +18,9 @@ from feddd.sweeps.tables import setting_text
 
 def write_sweep_report(results: SweepResults, path: Path, refresh_seconds: int | None = None) -> Path:
     """Write the page; an old one stays whole until the new one is complete."""
-    addition = Addition(html=_section(results), data=_data(results), details=_details(results))
+    addition = Addition(
+        title=results.grid.base.name, html=_section(results), data=_data(results), details=_details(results)
+    )
     return write_report(results.runs, path, refresh_seconds=refresh_seconds, addition=addition)
 
 

@@ -159,7 +159,7 @@ def _world(grid: Grid, points: Sequence[Point], count: int) -> World:
     """The strategies of some points, each once; count: of worlds."""
     own = {axis.key: points[0].settings[axis.key] for axis in grid.axes if len(_values(points, axis.key)) == 1}
     words = settings_words(grid, {key: (value,) for key, value in own.items()})
-    name = f"{grid.base.name}: {words}" if count > 1 and words else grid.base.name
+    name = words if count > 1 and words else grid.base.name
     groups: dict[tuple[int, str, tuple[str, ...]], list[tuple[Point, tuple[Cell, ...]]]] = {}
     for point in points:
         for place, section in enumerate(point.experiment.strategy):

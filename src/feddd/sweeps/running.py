@@ -23,7 +23,7 @@ from feddd.files import write_atomically
 from feddd.simulation.simulator import EngineName
 from feddd.simulation.worker_process import WorkerPool
 from feddd.sweeps.folders import CELLS, Index, create, find_imports, read_index, write_index
-from feddd.sweeps.grid import Axis, Grid, make_grid
+from feddd.sweeps.grid import MOST_RUNS, Axis, Grid, make_grid
 from feddd.sweeps.report import write_sweep_report
 from feddd.sweeps.results import SweepResults, load_sweep
 from feddd.tracking.following import Following, Trackers, Wanted, remembered
@@ -73,6 +73,8 @@ def plan_sweep(experiment: Experiment, seeds: int, axes: Sequence[Axis]) -> Grid
     """Work out what is to be run, from the experiment's seed upwards."""
     if type(seeds) is not int or seeds < 1:
         raise InputError(f"--seeds must be a whole number of at least 1, not {seeds}")
+    if seeds > MOST_RUNS:
+        raise InputError(f"--seeds {seeds}: more than {MOST_RUNS} are not taken")
     return make_grid(experiment, axes, range(experiment.seed, experiment.seed + seeds))
 
 
