@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, Upload, check_share, digest, draw_clients
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, check_share, draw_clients
 from feddd.wire.difference import Difference
 from feddd.wire.eden import Eden as Rotated
 from feddd.wire.exchange import chain
 
 
 @dataclass(frozen=True)
-class Eden:
+class Eden(Memoryless):
     """bits: of a number on its way up, 1 to 4    participation: the share of clients drawn at random each round"""
 
     bits: int = 1
@@ -30,9 +29,3 @@ class Eden:
         up = chain(Difference(), Rotated(self.bits))
         clients = sorted(draw_clients(len(fleet), self.participation, rng))
         return Plan(state.round + 1, tuple(Task(client, up) for client in clients))
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
+from feddd.strategies.memoryless import Memoryless
 from feddd.strategies.protocol import (
     Feedback,
     Fleet,
     Plan,
     ServerState,
-    Upload,
     check_bits,
     check_share,
-    digest,
     draw_clients,
     full_model_plan,
 )
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class FedAvg(Memoryless):
     """participation: the share of clients drawn at random each round
 
     value_bits: 32, or 8, 4 or 2 to send rounded differences
@@ -42,9 +39,3 @@ class FedAvg:
         """Draw the round's clients without replacement."""
         chosen = draw_clients(len(fleet), self.participation, rng)
         return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)

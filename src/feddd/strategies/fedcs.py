@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
+from feddd.strategies.memoryless import Memoryless
 from feddd.strategies.protocol import (
     Feedback,
     Fleet,
     Plan,
     ServerState,
-    Upload,
     check_bits,
     check_share,
-    digest,
     fill_budget,
     full_model_plan,
 )
@@ -26,7 +23,7 @@ MODES = ("budget", "deadline")
 
 
 @dataclass(frozen=True)
-class FedCS:
+class FedCS(Memoryless):
     """mode "budget": by transfer time, quickest first, while their models fit A Σ U_n (the FedDD paper's comparison).
 
     mode "deadline" (the original): as many clients as finish within `deadline_seconds`. The original's greedy orders
@@ -68,9 +65,3 @@ class FedCS:
         if not chosen:
             raise ValueError(f"budget {self.budget} is less than any client's model")
         return full_model_plan(state, chosen, self.value_bits, feedback=self.error_feedback)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from feddd.core.selection import kept_units
-from feddd.strategies.protocol import (
-    Fleet,
-    Plan,
-    ServerState,
-    Upload,
-    check_share,
-    digest,
-    draw_clients,
-)
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState, check_share, draw_clients
 from feddd.strategies.submodels import chain_table, check_widths, hidden_layers, submodel_plan
 
 
 @dataclass(frozen=True)
-class FederatedDropout:
+class FederatedDropout(Memoryless):
     """width: the share of every hidden layer's units that a client gets, drawn for every client and round
 
     scale: divide the outputs of hidden layers by the width while clients train, as dropout usually does
@@ -47,12 +38,6 @@ class FederatedDropout:
             for client in sorted(clients)
         }
         return submodel_plan(state, table, chosen, np.full(len(fleet), self.width) if self.scale else None)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)
 
 
 def _drawn(count: int, share: float, rng: np.random.Generator) -> NDArray[np.bool_]:

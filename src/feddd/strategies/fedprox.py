@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from feddd.core.units import Params
 from feddd.strategies.fedavg import FedAvg
-from feddd.strategies.protocol import Feedback, Fleet, Plan, ServerState, Upload
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Feedback, Fleet, Plan, ServerState
 from feddd.strategies.with_rules import WithRules
 from feddd.wire.local import LocalRound, Memory, Rule
 
@@ -40,7 +39,7 @@ class Proximal(Rule):
 
 
 @dataclass(frozen=True)
-class FedProx:
+class FedProx(Memoryless):
     """mu: how strongly clients are held back to the model that they were sent; 0 is FedAvg
 
     participation, value_bits, error_feedback: as for `FedAvg`
@@ -57,12 +56,6 @@ class FedProx:
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Plan what FedAvg does, with the rule."""
         return self._parts().plan(state, fleet, rng)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return self._parts().absorb(state, fleet, plan, uploads, model)
 
     def _parts(self) -> WithRules:
         average = FedAvg(self.participation, self.value_bits, self.error_feedback)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
-from feddd.strategies.protocol import (
-    Fleet,
-    Plan,
-    ServerState,
-    Upload,
-    check_share,
-    digest,
-    draw_clients,
-)
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState, check_share, draw_clients
 from feddd.strategies.submodels import (
     WIDTHS,
     assign_widths,
@@ -31,7 +22,7 @@ from feddd.strategies.submodels import (
 
 
 @dataclass(frozen=True)
-class FjORD:
+class FjORD(Memoryless):
     """widths: shares of every hidden layer; a client draws among those up to its greatest
 
     greatest: "full" for everybody; "capacity" assigns it, the widest to the quickest clients, "round-robin" by number
@@ -56,10 +47,7 @@ class FjORD:
             most = assign_widths(fleet, self.widths, self.greatest)
         clients = draw_clients(len(fleet), self.participation, rng)
         drawn = {client: float(rng.choice([p for p in self.widths if p <= most[client]])) for client in clients}
-        return submodel_plan(state, table, {client: first_units(layers, p) for client, p in drawn.items()})
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)
+        chosen = {
+            client: {name: first_units(count, p) for name, count in layers.items()} for client, p in drawn.items()
+        }
+        return submodel_plan(state, table, chosen)

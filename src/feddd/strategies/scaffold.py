@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from feddd.core.units import Params
 from feddd.strategies.fedavg import FedAvg
-from feddd.strategies.protocol import Fleet, Plan, ServerState, Upload
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState
 from feddd.strategies.with_rules import WithRules
 from feddd.wire.chosen import flat, unflat
 from feddd.wire.local import LocalRound, Memory, Rule, Vectors
@@ -67,11 +68,11 @@ class ControlVariates(Rule):
 
 
 @dataclass(frozen=True)
-class SCAFFOLD:
+class SCAFFOLD(Memoryless):
     """participation: the share of clients drawn at random each round
 
     Models are averaged by samples as in FedAvg, control variates evenly. Where both stand still, the gradients of all
-    clients cancel out evenly, as published.
+    clients cancel out evenly, as published. Whoever drives the rounds lets the rule move the server's control variate.
     """
 
     participation: float = 1.0
@@ -82,12 +83,6 @@ class SCAFFOLD:
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Plan what FedAvg does, with the rule."""
         return self._parts().plan(state, fleet, rng)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model; whoever drives the rounds lets the rule move the server's control variate."""
-        return self._parts().absorb(state, fleet, plan, uploads, model)
 
     def _parts(self) -> WithRules:
         return WithRules(FedAvg(self.participation), (ControlVariates(),))

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from feddd.strategies.protocol import (
-    Fleet,
-    Plan,
-    ServerState,
-    Task,
-    Upload,
-    check_share,
-    digest,
-    draw_clients,
-)
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, check_share, draw_clients
 from feddd.wire.difference import Difference, Feedback
 from feddd.wire.down import Moves
 from feddd.wire.exchange import chain
@@ -26,7 +16,7 @@ from feddd.wire.select import TopK
 
 
 @dataclass(frozen=True)
-class STC:
+class STC(Memoryless):
     """share, download_share: p, of the elements that go up and down, as signs and one mean magnitude"""
 
     share: float = 0.01
@@ -46,9 +36,3 @@ class STC:
         up = chain(Difference(), Feedback(), TopK(self.share), Ternary())
         down = Moves(coding=chain(TopK(self.download_share), Ternary()), broadcast=True)
         return Plan(state.round + 1, tuple(Task(client, up, down) for client in clients), broadcast=True)
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from feddd.core.units import Units, units
-from feddd.strategies.protocol import Fleet, Floats, Plan, ServerState, Task
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Floats, Plan, ServerState, Task, check_share, draw_clients
 from feddd.wire.blocks import block_elements, check_chain
 from feddd.wire.down import SubModel
 from feddd.wire.exchange import chain
@@ -28,6 +31,41 @@ WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 Chosen = Mapping[str, NDArray[np.bool_]]
 """Which units of each hidden layer a client gets."""
+
+
+@dataclass(frozen=True)
+class AssignedWidths(Memoryless):
+    """A method in which every client has a width for good; subclasses say which units of a layer that is.
+
+    widths: shares of every hidden layer    participation: the share of clients drawn at random each round
+    assignment: "capacity" gives the widest to the quickest clients, "round-robin" goes by client number
+    scale: divide the outputs of hidden layers by a client's width while it trains, as the full model will not be
+    """
+
+    widths: tuple[float, ...] = WIDTHS
+    assignment: Literal["capacity", "round-robin"] = "capacity"
+    scale: bool = True
+    participation: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_widths(self.widths)
+        check_assignment(self.assignment)
+        check_share("participation", self.participation)
+
+    def units(self, count: int, share: float, number: int) -> NDArray[np.bool_]:
+        """Return which of a layer's units a client of this width has; number: of the rounds before this one."""
+        raise NotImplementedError
+
+    def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
+        """Give every client that is drawn the units of its width in every hidden layer."""
+        table, widths = chain_table(state, fleet), assign_widths(fleet, self.widths, self.assignment)
+        layers = hidden_layers(table)
+        clients = draw_clients(len(fleet), self.participation, rng)
+        chosen = {
+            client: {name: self.units(count, widths[client], state.round) for name, count in layers.items()}
+            for client in clients
+        }
+        return submodel_plan(state, table, chosen, widths if self.scale else None)
 
 
 def check_widths(widths: Sequence[float]) -> None:
@@ -63,9 +101,10 @@ def units_down(count: int, share: float) -> int:
     return max(1, math.floor(share * count + 1e-9))
 
 
-def first_units(layers: Mapping[str, int], share: float) -> Chosen:
-    """The first ⌈share · N_l⌉ units of every hidden layer; layers: their N_l."""
-    return {name: np.arange(count) < units_up(count, share) for name, count in layers.items()}
+def first_units(count: int, share: float) -> NDArray[np.bool_]:
+    """The first ⌈share · N_l⌉ units of a layer; count: N_l."""
+    first: NDArray[np.bool_] = np.arange(count) < units_up(count, share)
+    return first
 
 
 def chain_table(state: ServerState, fleet: Fleet) -> Units:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from feddd.strategies.protocol import (
-    Fleet,
-    Plan,
-    ServerState,
-    Task,
-    Upload,
-    check_share,
-    digest,
-    draw_clients,
-)
+from feddd.strategies.memoryless import Memoryless
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, check_share, draw_clients
 from feddd.wire.difference import Difference
 from feddd.wire.difference import Feedback as ErrorFeedback
 from feddd.wire.exchange import chain
@@ -25,7 +15,7 @@ from feddd.wire.select import TopK as Greatest
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Memoryless):
     """share: k over all elements of the model; what is not sent is added to the client's next update"""
 
     share: float = 0.1
@@ -40,9 +30,3 @@ class TopK:
         clients = sorted(draw_clients(len(fleet), self.participation, rng))
         up = chain(Difference(), ErrorFeedback(), Greatest(self.share))
         return Plan(state.round + 1, tuple(Task(client, up) for client in clients))
-
-    def absorb(
-        self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
-    ) -> ServerState:
-        """Remember the new model."""
-        return digest(state, plan, uploads, model)
