@@ -10,7 +10,7 @@ import lzma
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -84,10 +84,11 @@ class Spec:
     """How a data set is stored: folder below the data folder, shapes, and a checksum for every file.
 
     `idx`: four files, images and labels apart. `cifar`: records of one label byte and the pixels, five training files.
+    `plain`: no images; the sizes of the files are given, and `feddd.world.problems` reads them.
     """
 
     folder: str
-    storage: Literal["idx", "cifar"]
+    storage: Literal["idx", "cifar", "plain"]
     image_shape: tuple[int, int, int]
     train: int
     test: int
@@ -95,6 +96,7 @@ class Spec:
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
     classes: int = 10
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def files(self) -> list[StoredFile]:
@@ -102,6 +104,8 @@ class Spec:
         return [StoredFile(name, *self._size_and_header(name), digest) for name, digest in self.sha256.items()]
 
     def _size_and_header(self, name: str) -> tuple[int, bytes]:
+        if self.storage == "plain":
+            return self.sizes[name], b""
         channels, height, width = self.image_shape
         if self.storage == "cifar":
             records = self.test if name == CIFAR_TEST_FILE else self.train // len(CIFAR_TRAIN_FILES)
@@ -110,6 +114,10 @@ class Spec:
         if "labels" in name:
             return 8 + count, struct.pack(">2I", 0x801, count)
         return 16 + count * height * width, struct.pack(">4I", 0x803, count, height, width)
+
+
+def _plain(folder: str, file: str, size: int, sha256: str) -> Spec:
+    return Spec(folder, "plain", (0, 0, 0), 0, 0, {file: sha256}, sizes={file: size})
 
 
 SPECS: dict[str, Spec] = {
@@ -160,6 +168,16 @@ SPECS: dict[str, Spec] = {
         },
         mean=(0.4914, 0.4822, 0.4465),
         deviation=(0.2470, 0.2435, 0.2616),
+    ),
+    # What follows is converted when it is fetched, see `feddd.world.converting`; the digests are of the results.
+    "shakespeare": _plain(
+        "shakespeare", "speeches.jsonl", 5_790_168, "2e362142dc6a7ab75ccd61963808dcc5239158a044e97117d81146342465b8b8"
+    ),
+    "letters": _plain(
+        "letters", "letters.csv", 712_666, "d0982cbc2106b8b52a811424b8171d50c1a96b05bc7ff4121ce7bd1087b6d226"
+    ),
+    "flights": _plain(
+        "flights", "flights.csv", 31_053_850, "563db8f117faf6ffd76aa868099df37dfa78dc17b5ac6d3d9ea6476e051a0bc4"
     ),
     # Ships with the package, compressed (tools/make_fashion_mnist_mini.py); the digests are of the unpacked files.
     _BUNDLED: Spec(
