@@ -11,7 +11,7 @@ import pytest
 
 from feddd.errors import InputError
 from feddd.world import datasets, synthetic
-from feddd.world.datasets import Dataset, Spec, load
+from feddd.world.datasets import ImageDataset, Spec, load
 
 REAL_DATA = os.environ.get("FEDDD_DATA")  # read before the fixture below takes it away
 REAL_SPECS = dict(datasets.SPECS)
@@ -288,7 +288,8 @@ def test_the_tool_makes_the_bundle_from_the_real_data(tmp_path: Path, monkeypatc
 
 def test_inputs_are_pixels_standardised_per_channel():
     images = np.stack([np.full((2, 2), 51, np.uint8), np.full((2, 2), 255, np.uint8)])[None]
-    data = Dataset("made", images, np.zeros(1, np.int64), images, np.zeros(1, np.int64), 1, (0.2, 0.5), (0.1, 0.25))
+    none = np.zeros(1, np.int64)
+    data = ImageDataset(images, none, images, none, classes=1, mean=(0.2, 0.5), deviation=(0.1, 0.25))
     inputs = data.inputs(images)
     assert inputs.dtype == np.float32
     np.testing.assert_allclose(inputs[0, 0], 0.0, atol=1e-6)

@@ -31,9 +31,13 @@ from feddd.strategies.protocol import Strategy
 from feddd.strategies.server_optimizers import WithServerOptimizer
 from feddd.strategies.with_rules import WithRules
 from feddd.world.models import MODELS, SOFTMAX, known
+from feddd.world.objectives import LOSSES, METRICS, Objective, make_objective
+from feddd.world.partitions import KINDS
+from feddd.world.sources import ENDINGS, KNOWN_DATA, TABLES, is_own, is_table
 
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
+PARTITIONS = (*KINDS, "natural")
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -55,24 +59,55 @@ class _Section(BaseModel):
 class DataSection(_Section):
     """Which data, and how it is spread over the clients.
 
+    dataset: a name, package.module:function with its keyword arguments, or a file or folder of one's own
+    target, client, test_share, standardise: of a table; see `world.tables`
     validation_share: hold out so much of the training samples and test on them, never on the test set: for choosing
     """
 
-    dataset: Literal[
-        "mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini", "synthetic-grey", "synthetic-colour"
-    ] = "mnist"
-    partition: Literal["iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet"] = "noniid-b"
+    dataset: str = "mnist"
+    partition: str = "noniid-b"
     classes_per_client: Count | None = None
     alpha: Positive | None = None
     train_limit: Count | None = None
     validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    arguments: dict[str, Any] | None = None
+    target: str | None = None
+    client: str | None = None
+    test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    standardise: bool | None = None
+
+    @field_validator("dataset")
+    @classmethod
+    def _data_is_known(cls, value: str) -> str:
+        if value not in KNOWN_DATA and not is_own(value):
+            own = (IMPORT_PATH, *(f"file{ending}" for ending in ENDINGS), "folder/")
+            raise ValueError(f"unknown data set {value!r:.200}; {nearest(value[:200].lower(), (*KNOWN_DATA, *own))}")
+        return value
+
+    @field_validator("partition")
+    @classmethod
+    def _partition_is_known(cls, value: str) -> str:
+        if value not in PARTITIONS and ":" not in value:
+            raise ValueError(f"unknown partition {value!r:.200}; {nearest(value[:200], (*PARTITIONS, IMPORT_PATH))}")
+        return value
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_data(self) -> DataSection:
+        if self.arguments is not None and ":" not in self.dataset:
+            raise ValueError(f"arguments belong to a data set of the form {IMPORT_PATH}")
+        for key in ("target", "client", "test_share", "standardise"):
+            if getattr(self, key) is not None and not is_table(self.dataset):
+                raise ValueError(f"{key} belongs to a table, {' or '.join(TABLES)}")
+        if is_table(self.dataset) and self.target is None:
+            raise ValueError('a table needs the name of its target\'s column: target = "…"')
+        return self
 
     @model_validator(mode="after")
     def _keys_belong_to_the_partition(self) -> DataSection:
         if self.classes_per_client is not None and self.partition not in ("noniid-b", "imbalanced"):
             raise ValueError("classes_per_client belongs to partition noniid-b or imbalanced")
-        if self.alpha is not None and self.partition != "dirichlet":
-            raise ValueError("alpha belongs to partition dirichlet")
+        if self.alpha is not None and self.partition not in ("dirichlet", "quantity"):
+            raise ValueError("alpha belongs to partition dirichlet or quantity")
         return self
 
 
@@ -144,6 +179,37 @@ class ModelSection(_Section):
     def network(self) -> str:
         """What `world.models.build` is asked for."""
         return self.name + (SOFTMAX if self.output else "")
+
+
+class TaskSection(_Section):
+    """What is learnt and how it is judged; what is left out follows from the loss.
+
+    evaluate_clients: the metric of the global model on every client's own training samples too
+    """
+
+    loss: str = "cross-entropy"
+    metric: str | None = None
+    higher_is_better: bool | None = None
+    evaluate_clients: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        loss, metric = given.get("loss", "cross-entropy"), given.get("metric")
+        for key, value, known in (("loss", loss, LOSSES), ("metric", metric, METRICS)):
+            if isinstance(value, str) and ":" not in value and value not in known:
+                raise ValueError(f"unknown {key} {value!r:.200}; {nearest(value[:200], (*known, IMPORT_PATH))}")
+        higher = given.get("higher_is_better")
+        if not isinstance(loss, str) or not isinstance(metric, str | None) or not isinstance(higher, bool | None):
+            return given
+        made = make_objective(loss, metric, higher)
+        return given | {"metric": made.metric, "higher_is_better": made.higher_is_better}
+
+    def build(self) -> Objective:
+        """Return the loss and the metric."""
+        return make_objective(self.loss, self.metric, self.higher_is_better)
 
 
 class TrainingSection(_Section):
@@ -252,11 +318,12 @@ class Experiment(_Section):
     seed: Annotated[int, Field(ge=0, strict=True, lt=2**63)] = 0
     rounds: Count = 100
     evaluate_every: Count = 1
-    targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.8, 0.85, 0.88, 0.9)
+    targets: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = (0.8, 0.85, 0.88, 0.9)
     data: DataSection = DataSection()
     fleet: FleetSection = FleetSection()
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
+    task: TaskSection | None = None
     faults: FaultsSection | None = None
     strategy: tuple[StrategySection, ...] = Field(
         default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in COMPARED)
@@ -268,6 +335,29 @@ class Experiment(_Section):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
             raise ValueError(f"{value!r} must consist of letters, digits, '.', '_' and '-': it names a folder")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_targets_of_another_metric(cls, given: Any) -> Any:
+        """Targets that were left out are accuracies: under another metric there are none."""
+        task = given.get("task") if isinstance(given, dict) else None
+        other = (
+            isinstance(task, dict) and task.get("metric", LOSSES.get(task.get("loss", ""), "accuracy")) != "accuracy"
+        )
+        return {"targets": ()} | given if other else given
+
+    @field_validator("task")
+    @classmethod
+    def _only_what_is_different(cls, value: TaskSection | None) -> TaskSection | None:
+        """An experiment that says what is the default says nothing: it is the same as one that does not."""
+        return None if value == TaskSection.model_validate({}) else value
+
+    @model_validator(mode="after")
+    def _targets_are_accuracies(self) -> Experiment:
+        wrong = next((each for each in self.targets if not 0 < each <= 1), None)
+        if wrong is not None and self.objective.metric == "accuracy":
+            raise ValueError(f"targets: an accuracy lies above 0 and is at most 1, not {wrong:g}")
+        return self
 
     @field_validator("strategy")
     @classmethod
@@ -281,9 +371,14 @@ class Experiment(_Section):
         return value
 
     @property
+    def objective(self) -> Objective:
+        """The loss and the metric."""
+        return self.task.build() if self.task else Objective()
+
+    @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        names = [self.model.name]
+        names = [self.model.name, self.data.dataset, self.data.partition, self.objective.loss, self.objective.metric]
         for section in self.strategy:
             names += [section.name, section.options.get("server", {}).get("name", "")]
             names += [rule["name"] for rule in section.options.get("local", ())]

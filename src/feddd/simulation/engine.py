@@ -122,6 +122,11 @@ class Engine:
             first = first + part
         return first
 
+    def evaluate_clients(self, model: Arrays) -> dict[int, float]:
+        """Return the global model's metric on each client's own samples."""
+        answers = self._call("evaluate_clients", [(self._backend.share(model),)] * len(self._workers))
+        return dict(sorted(pair for answer in answers for pair in answer.items()))
+
     def _forget_the_past(self) -> None:
         self._rounds = []
         self._snapshots = [{} for _ in self._specs]

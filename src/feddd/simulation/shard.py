@@ -29,7 +29,7 @@ from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tre
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import Trainer, make_trainer
-from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate
+from feddd.simulation.training import Evaluation, Local, Samples, Trained, Training, evaluate
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
@@ -44,6 +44,10 @@ from feddd.wire.local import (
 )
 from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
+from feddd.world.objectives import Finish, Objective
+
+TEST_CHUNK = 200
+"""Samples that go through the model at once in a test: with more their activations leave the cache."""
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -79,7 +83,7 @@ class ShardSpec:
     """
 
     model: str
-    classes: int
+    classes: int | None
     seed: int
     training: Training
     block_count: int
@@ -92,6 +96,7 @@ class ShardSpec:
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
+    objective: Objective = Objective()
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,8 @@ class Shard:
     def __init__(self, spec: ShardSpec, arrays: SampleArrays) -> None:
         self.spec = spec
         device = spec.training.device
-        self._train_samples, self._test_samples = arrays.tensors(device)
-        shape = arrays.image_shape
+        self._train_samples, self._test_samples = arrays.tensors(device, spec.objective)
+        shape = arrays.layout.input_shape
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
@@ -199,13 +204,30 @@ class Shard:
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
         with single_thread():
-            params, network, samples = _from_arrays(model), self._widths[0].module, self._test_samples
+            params, finish = _from_arrays(model), self._finish(self._test_samples.targets)
             return {
-                chunk: evaluate(
-                    network, params, samples.inputs(samples.images[a:b]), samples.labels[a:b], self.spec.classes
-                )
-                for chunk, (a, b) in self.spec.test_chunks.items()
+                chunk: self._evaluate(params, self._test_samples, bounds, finish)
+                for chunk, bounds in self.spec.test_chunks.items()
             }
+
+    def evaluate_clients(self, model: Arrays) -> dict[int, float]:
+        """Return the global model's metric on the training samples of each of this shard's clients."""
+        with single_thread():
+            params, samples, found = _from_arrays(model), self._train_samples, {}
+            for client, (first, end) in self.spec.samples.items():
+                edges = range(first, end, TEST_CHUNK)
+                finish = self._finish(samples.targets[first:end])
+                parts = [self._evaluate(params, samples, (at, min(at + TEST_CHUNK, end)), finish) for at in edges]
+                found[client] = sum(parts[1:], start=parts[0]).metric
+            return found
+
+    def _evaluate(self, params: Params, samples: Samples, bounds: tuple[int, int], finish: Finish) -> Evaluation:
+        network, targets = self._widths[0].module, samples.targets[slice(*bounds)]
+        inputs, objective = samples.between(*bounds), self.spec.objective
+        return evaluate(network, params, inputs, targets, self.spec.classes, objective, finish)
+
+    def _finish(self, targets: Tensor) -> Finish:
+        return self.spec.objective.finish(targets.cpu().numpy())
 
     def _known(self, width: int, download: Download) -> Known:
         """Return the download of one width of model."""

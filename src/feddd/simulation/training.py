@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from feddd.core.units import Params
 from feddd.wire.chosen import some
 from feddd.wire.local import Rule, Scaler, Stepping, change_gradients
+from feddd.world.objectives import Finish, Objective, apply
 
 Floats = NDArray[np.float64]
 
@@ -33,21 +34,35 @@ class Training:
 
 @dataclass(frozen=True)
 class Samples:
-    """Everybody's data, one client after the other: images [samples, channels, height, width] and labels [samples].
+    """Everybody's data, one client after the other: inputs [samples, …], one tensor or several by name, and targets.
 
-    scale, shift: a number or [channels, 1, 1], from stored pixels to what a network takes; None if they are that
+    scale, shift: a number or [channels, 1, 1], from bytes to what a network takes; None for what bytes always get
     """
 
-    images: Tensor
-    labels: Tensor
+    inputs: Tensor | dict[str, Tensor]
+    targets: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
+    objective: Objective = Objective()
 
-    def inputs(self, pixels: Tensor) -> Tensor:
-        """What a network takes of some images."""
-        if self.scale is None or self.shift is None:
-            return pixels
-        return pixels.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+    def taken(self, values: Tensor) -> Tensor:
+        """Return what a network takes of some samples of an input."""
+        if self.scale is not None and self.shift is not None:
+            return values.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        if values.dtype == torch.uint8:
+            return values.to(torch.float32).div_(255.0)
+        return values if values.is_floating_point() or values.dtype == torch.bool else values.long()
+
+    def between(self, start: int, end: int) -> Tensor | dict[str, Tensor]:
+        """Return what a network takes of neighbouring samples."""
+        if isinstance(self.inputs, dict):
+            return {name: self.taken(own[start:end]) for name, own in self.inputs.items()}
+        return self.taken(self.inputs[start:end])
+
+    def losses(self, model: nn.Module, chosen: Tensor) -> Tensor:
+        """Return the loss of every sample of these numbers, [batch]."""
+        targets = self.targets.index_select(0, chosen)
+        return self.objective.losses(apply(model, gather(self, chosen)), targets)
 
 
 @dataclass(frozen=True)
@@ -142,9 +157,8 @@ def train(
     with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
-            chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
-            labels = samples.labels.index_select(0, chosen)
-            losses = functional.cross_entropy(model(gather_images(samples, chosen)), labels, reduction="none")
+            chosen = torch.from_numpy(index + client.first).to(samples.targets.device)
+            losses = samples.losses(model, chosen)
             gradients: Sequence[Tensor | None] = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
                 if rules:
@@ -178,30 +192,45 @@ def _scaled(model: nn.Module, width: float) -> Iterator[None]:
             hook.remove()
 
 
-def gather_images(samples: Samples, index: Tensor) -> Tensor:
-    """The images of these numbers, with their channels together if all images have that."""
-    if samples.images.is_contiguous():
-        return samples.inputs(samples.images.index_select(0, index))
-    return samples.inputs(samples.images.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))
+def gather(samples: Samples, index: Tensor) -> Any:
+    """Return what a network takes of these samples; images with their channels together if all images have that."""
+    inputs = samples.inputs
+    if isinstance(inputs, dict):
+        return {name: samples.taken(own.index_select(0, index)) for name, own in inputs.items()}
+    if inputs.is_contiguous():
+        return samples.taken(inputs.index_select(0, index))
+    return samples.taken(inputs.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over test samples; they can be added. correct, total: per class."""
+    """Sums over samples; they can be added.
+
+    weight: what the metric's sum is divided by    correct, total: per class, empty where the metric has none
+    """
 
     loss_sum: float
+    samples: int
+    metric_sum: float
+    weight: float
     correct: NDArray[np.int64]
     total: NDArray[np.int64]
+    finish: Finish = Finish()
 
     @property
-    def accuracy(self) -> float:
-        """Share of samples classified rightly."""
-        return float(self.correct.sum() / self.total.sum())
+    def metric(self) -> float:
+        """Return the metric over all samples."""
+        return self.finish(self.metric_sum / self.weight) if self.weight else math.nan
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of samples classified rightly; None where the metric is another."""
+        return self.metric if self.finish.metric == "accuracy" else None
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy."""
-        return self.loss_sum / float(self.total.sum())
+        """Mean loss."""
+        return self.loss_sum / self.samples
 
     @property
     def class_accuracy(self) -> Floats:
@@ -209,19 +238,45 @@ class Evaluation:
         return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        return Evaluation(self.loss_sum + other.loss_sum, self.correct + other.correct, self.total + other.total)
+        return Evaluation(
+            self.loss_sum + other.loss_sum,
+            self.samples + other.samples,
+            self.metric_sum + other.metric_sum,
+            self.weight + other.weight,
+            self.correct + other.correct,
+            self.total + other.total,
+            self.finish,
+        )
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, params: Params, images: Tensor, labels: Tensor, classes: int) -> Evaluation:
-    """The global model on some test samples."""
+def evaluate(
+    model: nn.Module,
+    params: Params,
+    inputs: Any,
+    targets: Tensor,
+    classes: int | None,
+    objective: Objective | None = None,
+    finish: Finish | None = None,
+) -> Evaluation:
+    """Test the global model on some samples; finish: what makes the metric out of a mean, see `Objective.finish`."""
+    objective = objective or Objective()
     model.eval()
     model.load_state_dict(params)
-    logits = model(images)
-    loss_sum = float(functional.cross_entropy(logits, labels, reduction="none").double().sum())
-    right = logits.argmax(1) == labels
+    outputs = apply(model, inputs)
+    loss_sum = float(objective.losses(outputs, targets).double().sum())
+    values, weights = objective.measure(outputs, targets)
+    metric_sum = float((values if weights is None else values * weights).double().sum())
+    weight = float(len(targets) if weights is None else weights.sum())
+    by_class = classes if objective.by_class and targets.dim() == 1 and classes else 0
+    labels = targets.cpu().numpy() if by_class else np.empty(0, np.int64)
+    right = values.cpu().numpy() > 0.5 if by_class else np.empty(0, np.bool_)
     return Evaluation(
         loss_sum,
-        np.bincount(labels[right].cpu().numpy(), minlength=classes).astype(np.int64),
-        np.bincount(labels.cpu().numpy(), minlength=classes).astype(np.int64),
+        len(targets),
+        metric_sum,
+        weight,
+        np.bincount(labels[right], minlength=by_class).astype(np.int64),
+        np.bincount(labels, minlength=by_class).astype(np.int64),
+        finish or objective.finish(targets.cpu().numpy()),
     )

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from feddd.errors import InputError, nearest
 from feddd.files import user_cache
+from feddd.world.dataset import Dataset
 
 CIFAR_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST_FILE = "test_batch.bin"
@@ -28,28 +29,47 @@ _BUNDLED = "fashion-mnist-mini"
 T = TypeVar("T", bound=np.generic)
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Images and labels, split into training and test; the arrays are read-only.
+@dataclass(frozen=True, eq=False)
+class ImageDataset(Dataset):
+    """Images as bytes, standardised when a network sees them, and labels 0 … classes − 1; the arrays are read-only.
 
-    images: [M, channels, height, width]    labels: [M], 0 … classes − 1
-    mean, deviation: of the training pixels in [0, 1], per channel
+    inputs: [M, channels, height, width]    mean, deviation: of the training pixels in [0, 1], per channel
     """
 
-    name: str
-    train_images: NDArray[np.uint8]
-    train_labels: NDArray[np.int64]
-    test_images: NDArray[np.uint8]
-    test_labels: NDArray[np.int64]
-    classes: int
+    name: str = "images"
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
+
+    @property
+    def train_images(self) -> NDArray[np.uint8]:
+        """Return the images to train on."""
+        return self.train_inputs  # type: ignore[no-any-return]
+
+    @property
+    def train_labels(self) -> NDArray[np.int64]:
+        """Return their labels."""
+        return self.train_targets  # type: ignore[no-any-return]
+
+    @property
+    def test_images(self) -> NDArray[np.uint8]:
+        """Return the images to test with."""
+        return self.test_inputs  # type: ignore[no-any-return]
+
+    @property
+    def test_labels(self) -> NDArray[np.int64]:
+        """Return their labels."""
+        return self.test_targets  # type: ignore[no-any-return]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width)."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
+
+    @property
+    def scaling(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return what a pixel is multiplied with and what is added then, [channels] each."""
+        return self.scale, self.shift
 
     @property
     def scale(self) -> NDArray[np.float32]:
@@ -199,7 +219,7 @@ SPECS: dict[str, Spec] = {
 DATASETS: tuple[str, ...] = tuple(SPECS)
 
 
-def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> Dataset:
+def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> ImageDataset:
     """Open a data set from `data_dir`, else `$FEDDD_DATA`, else the user's cache: the first that holds it.
 
     `verify=False` looks at sizes and headers only: for worker processes, whose coordinator has verified the checksums.
@@ -213,9 +233,9 @@ def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> Dat
         raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
     if spec.storage == "cifar":
         train, test = _read_cifar(spec, folder, CIFAR_TRAIN_FILES), _read_cifar(spec, folder, (CIFAR_TEST_FILE,))
-        return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
+        return _image_dataset(name, spec, *train, *test)
     train, test = (_map_idx(spec, folder, part) for part in ("train", "t10k"))
-    return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
+    return _image_dataset(name, spec, *train, *test)
 
 
 def spec_of(name: str) -> Spec:
@@ -304,14 +324,18 @@ def _read_cifar(spec: Spec, folder: Path, names: tuple[str, ...]) -> tuple[NDArr
     return _frozen(images), _frozen(records[:, 0].astype(np.int64))
 
 
-def _load_bundled(name: str, spec: Spec) -> Dataset:
+def _load_bundled(name: str, spec: Spec) -> ImageDataset:
     # Always verified: it is unpacked into memory anyhow, and the digest of a few MB costs milliseconds.
     content = {expected.name: _unpack(spec.folder, expected) for expected in spec.files}
     images = [np.frombuffer(content[f"{part}-images-idx3-ubyte"], np.uint8, offset=16) for part in ("train", "t10k")]
     labels = [np.frombuffer(content[f"{part}-labels-idx1-ubyte"], np.uint8, offset=8) for part in ("train", "t10k")]
     train_images, test_images = (pixels.reshape(-1, *spec.image_shape) for pixels in images)
     train_labels, test_labels = (_frozen(values.astype(np.int64)) for values in labels)
-    return Dataset(name, train_images, train_labels, test_images, test_labels, spec.classes, spec.mean, spec.deviation)
+    return _image_dataset(name, spec, train_images, train_labels, test_images, test_labels)
+
+
+def _image_dataset(name: str, spec: Spec, *arrays: NDArray[Any]) -> ImageDataset:
+    return ImageDataset(*arrays, classes=spec.classes, name=name, mean=spec.mean, deviation=spec.deviation)
 
 
 @functools.cache  # a process that builds many worlds unpacks once

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections import OrderedDict
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from feddd.errors import InputError, nearest
+from feddd.world.dataset import Shape
 
 # Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
 HETEROGENEOUS = {
@@ -76,10 +78,11 @@ def _split(name: str) -> tuple[str, int]:
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
-def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *, seed: int = 0) -> nn.Module:
+def build(name: str, input_shape: Shape, classes: int | None, width: int = 0, *, seed: int = 0) -> nn.Module:
     """The network, with initial weights that follow from the seed alone.
 
-    input_shape: [channels, height, width]    width: which sub-model, 0 being the global model
+    input_shape: of one sample, by name where there are several inputs    classes: None to predict one number
+    width: which sub-model, 0 being the global model
     """
     # Layers initialise themselves from torch's global generator: lend it the seed and put it back.
     with torch.random.fork_rng(devices=[]):
@@ -87,14 +90,17 @@ def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *
         return _build(name, input_shape, classes, width)
 
 
-def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> nn.Module:
+def _build(name: str, input_shape: Shape, classes: int | None, width: int) -> nn.Module:
     if ":" in name:
         make = import_object(name)
+        facts = {"input_shape": input_shape, "classes": classes}
         try:
-            inspect.signature(make).bind()
+            signature = inspect.signature(make)
+            told = {key: value for key, value in facts.items() if key in signature.parameters}
+            signature.bind(**told)
         except TypeError as error:
             raise InputError(f"model {name!r} must be callable without arguments: {error}") from error
-        model = make()
+        model = make(**told)
         if not isinstance(model, nn.Module):
             raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
@@ -102,28 +108,18 @@ def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> n
         raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
     base, divisor = _split(name)
     kernel, padding, sub_models = NETWORKS[base]
+    if isinstance(input_shape, dict):
+        raise InputError(
+            f"model {name!r} takes one input, the samples have {', '.join(input_shape)}: use one of your own"
+        )
+    if kernel and len(input_shape) != 3:
+        raise InputError(f"model {name!r} takes images (channels, height, width), not samples of shape {input_shape}")
     channels, hidden = ([max(1, round(size / divisor)) for size in sizes] for sizes in sub_models[width])
-    model = _network(input_shape, channels, hidden, classes, kernel=kernel, padding=padding)
+    outputs = 1 if classes is None else classes
+    model = _network(input_shape, channels, hidden, outputs, kernel=kernel, padding=padding)
     if name.endswith(SOFTMAX):
         model.add_module("softmax", nn.Softmax(1))
     return model
-
-
-def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:
-    """Refuse a model that does not map a batch of samples to one logit per class."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(sample)
-    except (RuntimeError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"model {name!r} cannot take inputs of shape {tuple(sample.shape[1:])}: {reason}") from error
-    finally:
-        model.train(training)
-    if not isinstance(logits, Tensor) or logits.shape != (len(sample), classes):
-        shape = tuple(logits.shape[1:]) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"model {name!r} gives outputs of shape {shape} per sample; the labels need ({classes},)")
 
 
 def import_from(folder: Path) -> None:
@@ -166,7 +162,7 @@ def _network(
     padding: int,
 ) -> nn.Sequential:
     """Convolutions, each with 2 × 2 pooling and ReLU, then linear layers with ReLU between."""
-    inputs, height, width = input_shape
+    inputs, height, width = input_shape if len(input_shape) == 3 else (math.prod(input_shape), 1, 1)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, outputs in enumerate(channels, 1):
         height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
