@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from feddd.errors import InputError, nearest
 from feddd.files import user_cache
 from feddd.world.dataset import Dataset
+from feddd.world.problems import PROBLEMS
 
 CIFAR_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST_FILE = "test_batch.bin"
@@ -219,18 +220,23 @@ SPECS: dict[str, Spec] = {
 DATASETS: tuple[str, ...] = tuple(SPECS)
 
 
-def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> ImageDataset:
+def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> Dataset:
     """Open a data set from `data_dir`, else `$FEDDD_DATA`, else the user's cache: the first that holds it.
 
     `verify=False` looks at sizes and headers only: for worker processes, whose coordinator has verified the checksums.
-    MNIST-like images are mapped, not read, so that all processes of a machine share one copy.
     """
+    spec = spec_of(name)
+    if spec.storage == "plain":
+        return PROBLEMS[name](_genuine(name, spec, data_dir, verify=verify))
+    return load_images(name, data_dir, verify=verify)
+
+
+def load_images(name: str, data_dir: Path | None = None, *, verify: bool = True) -> ImageDataset:
+    """Open a data set of images; MNIST-like ones are mapped, so that all processes of a machine share one copy."""
     spec = spec_of(name)
     if is_bundled(name):
         return _load_bundled(name, spec)
-    folder = _find(name, spec, data_dir)
-    if fault := defect(spec, folder, verify=verify):
-        raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
+    folder = _genuine(name, spec, data_dir, verify=verify)
     if spec.storage == "cifar":
         train, test = _read_cifar(spec, folder, CIFAR_TRAIN_FILES), _read_cifar(spec, folder, (CIFAR_TEST_FILE,))
         return _image_dataset(name, spec, *train, *test)
@@ -293,6 +299,14 @@ def _fault(expected: StoredFile, size: int, stream: io.BufferedReader | io.Bytes
     stream.seek(0)
     digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return None if digest == expected.sha256 else f"has the SHA-256 {digest} instead of {expected.sha256}"
+
+
+def _genuine(name: str, spec: Spec, data_dir: Path | None, *, verify: bool) -> Path:
+    """Return the folder that holds the data set's files, all of them as they must be."""
+    folder = _find(name, spec, data_dir)
+    if fault := defect(spec, folder, verify=verify):
+        raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
+    return folder
 
 
 def _find(name: str, spec: Spec, data_dir: Path | None) -> Path:

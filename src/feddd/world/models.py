@@ -1,4 +1,4 @@
-"""The paper's networks by name and width, an MLP of five widths, and any ``nn.Module`` by import path.
+"""The paper's networks by name and width, an MLP of five widths, two for text, and any ``nn.Module`` by import path.
 
 Softmax in the paper's tables is the cross-entropy on logits, unless a name ends in "+softmax". Convolutions of CNN2 and
 the heterogeneous models have padding 1, so that the first linear layer fits a 32 × 32 input.
@@ -21,6 +21,7 @@ from torch import nn
 
 from feddd.errors import InputError, nearest
 from feddd.world.dataset import Shape
+from feddd.world.sequence_models import CharacterLSTM, CharacterTransformer
 
 # Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
 HETEROGENEOUS = {
@@ -55,7 +56,8 @@ NETWORKS: dict[str, tuple[int, int, tuple[tuple[tuple[int, ...], tuple[int, ...]
     **{name: (3, 1, sub_models) for name, sub_models in HETEROGENEOUS.items()},
     **{name: (0, 0, tuple(((), (first, 64)) for first in sizes)) for name, sizes in FIVE_WIDTH_MLPS.items()},
 }
-MODELS = tuple(NETWORKS)
+SEQUENCE_MODELS = ("lstm", "transformer")
+MODELS = (*NETWORKS, *SEQUENCE_MODELS)
 SOFTMAX = "+softmax"
 """What a network's name ends with if its last layer is Softmax, as the paper's tables have it, under the same
 cross-entropy: the gradients are those of a softmax of a softmax."""
@@ -63,7 +65,8 @@ cross-entropy: the gradients are those of a softmax of a softmax."""
 
 def widths(name: str) -> int:
     """How many sub-models a name stands for; 0 is the global model."""
-    return len(NETWORKS[_split(name)[0]][2]) if known(name) else 1
+    base = _split(name)[0]
+    return len(NETWORKS[base][2]) if known(name) and base in NETWORKS else 1
 
 
 def known(name: str) -> bool:
@@ -107,11 +110,13 @@ def _build(name: str, input_shape: Shape, classes: int | None, width: int) -> nn
     if not known(name):
         raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
     base, divisor = _split(name)
-    kernel, padding, sub_models = NETWORKS[base]
     if isinstance(input_shape, dict):
         raise InputError(
             f"model {name!r} takes one input, the samples have {', '.join(input_shape)}: use one of your own"
         )
+    if base in SEQUENCE_MODELS:
+        return _sequence_model(name, base, divisor, input_shape, classes)
+    kernel, padding, sub_models = NETWORKS[base]
     if kernel and len(input_shape) != 3:
         raise InputError(f"model {name!r} takes images (channels, height, width), not samples of shape {input_shape}")
     channels, hidden = ([max(1, round(size / divisor)) for size in sizes] for sizes in sub_models[width])
@@ -120,6 +125,15 @@ def _build(name: str, input_shape: Shape, classes: int | None, width: int) -> nn
     if name.endswith(SOFTMAX):
         model.add_module("softmax", nn.Softmax(1))
     return model
+
+
+def _sequence_model(name: str, base: str, divisor: int, shape: Sequence[int], tokens: int | None) -> nn.Module:
+    if len(shape) != 1 or tokens is None:
+        raise InputError(f"model {name!r} takes sequences of tokens (length), not samples of shape {tuple(shape)}")
+    if base == "lstm":
+        return CharacterLSTM(tokens, hidden=max(1, round(128 / divisor)))
+    heads = max(1, 4 // divisor)
+    return CharacterTransformer(tokens, shape[0], width=16 * heads, heads=heads)
 
 
 def import_from(folder: Path) -> None:

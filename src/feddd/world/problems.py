@@ -1,8 +1,9 @@
 """Data sets that are not pictures, read from the plain files that a fetch has left: text, a table, a regression.
 
-shakespeare   the next character in 80, one client per speaker of 36 plays; the last tenth of what each says is for testing
-letters       one of 26 letters from 16 numbers about its picture; the last 4,000 of 20,000 are for testing, as its authors
-              have it
+shakespeare   the next character in 80, one client per speaker of 36 plays; the last tenth of what each says is for
+              testing
+letters       one of 26 letters from 16 numbers about its picture; the last 4,000 of 20,000 are for testing, as its
+              authors have it
 flights       by how many hours a flight from New York arrives late, from what is known at departure, one client per
               carrier; every tenth flight is for testing
 """
