@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from feddd.core.granularity import Granularity
 from feddd.experiments.running import label_counts_of
 from feddd.flower import feddd_mod
 from feddd.simulation.simulator import World
@@ -24,10 +25,11 @@ def client_app(
     *,
     deaf: bool = False,
     stages: Sequence[Callable[..., Any]] = (),
+    units: Granularity | None = None,
 ) -> ClientApp:
     """Node config "partition-id" says which client it is; `changed` may spoil what was trained.
 
-    deaf: the train function does not care what the server tells it    stages: of its own that it knows
+    deaf: the train function does not care what the server tells it    stages, units: of its own that it knows
     """
     counts = label_counts_of(world)
 
@@ -35,7 +37,7 @@ def client_app(
         return counts[int(context.node_config["partition-id"])].tolist()
 
     makers = [lambda width=width: build_model(world, width) for width in range(models.widths(world.model))]
-    app = ClientApp(mods=[feddd_mod(makers, store=store, label_counts=label_counts, stages=stages)])
+    app = ClientApp(mods=[feddd_mod(makers, store=store, label_counts=label_counts, stages=stages, units=units)])
 
     @app.train()
     def train_locally(message: Message, context: Context) -> Message:

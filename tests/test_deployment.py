@@ -27,7 +27,8 @@ from feddd.testbed.running import APP, record_of
 CLIENTS = 3
 
 
-def small(rounds: int, **options: Any) -> Experiment:
+def small(rounds: int, name: str = "feddd", **options: Any) -> Experiment:
+    strategy = {"name": name, **({"broadcast_every": 3} if name == "feddd" else {}), **options}
     return parse_experiment(
         {
             "name": "deployed",
@@ -35,7 +36,7 @@ def small(rounds: int, **options: Any) -> Experiment:
             "data": {"dataset": "fashion-mnist-mini", "partition": "iid", "train_limit": 300},
             "fleet": {"clients": CLIENTS},
             "training": {"trainer": "reference", "batch_size": 16, "learning_rate": 0.05},
-            "strategy": [{"name": "feddd", "broadcast_every": 3, **options}],
+            "strategy": [strategy],
         }
     )
 
@@ -50,7 +51,7 @@ def begin(running: Deployment, folder: Path, experiment: Experiment, deadline_se
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     config = {
         "experiment": str(folder / "experiment.toml"),
-        "strategy": "feddd",
+        "strategy": experiment.strategy[0].label,
         "out": str(folder / "out"),
         "rounds": experiment.rounds,
         "deadline-seconds": deadline_seconds,
@@ -126,6 +127,22 @@ def test_a_deployment_with_tls_and_keys_ends_with_the_simulators_masks_sizes_and
         assert record_of(documents[-1]).clients[0].upload.upload_bytes == simulated[-1].clients[0].upload.upload_bytes
     whole = in_bits[0]["clients"][1]["download_bytes"]
     assert in_bits[2]["clients"][1]["download_bytes"] > whole > 4 * in_bits[2]["clients"][0]["download_bytes"]
+
+
+@pytest.mark.slow
+def test_sparse_payloads_and_a_proximal_term_end_in_a_deployment_as_in_the_simulator(tmp_path: Path) -> None:
+    # Top-k keeps what it owes at the clients; the proximal term is a rule that every answer has to confirm.
+    experiment = small(2, "topk", share=0.02, local=[{"name": "proximal", "mu": 0.1}])
+    with deployment(tmp_path, database=False) as running:
+        found = finish(running, tmp_path, experiment)
+    for record, document in zip(simulate(experiment), found, strict=True):
+        for row, client in zip(record.clients, document["clients"], strict=True):
+            assert client["status"] == "ok"
+            assert client["download_bytes"] == row.upload.download_bytes > 20 * client["upload_bytes"]
+            # A last digit may decide which number is among the greatest, and its place how many bytes it takes.
+            assert client["upload_bytes"] == pytest.approx(row.upload.upload_bytes, rel=0.01)
+        assert record.evaluation is not None
+        assert document["evaluation"]["loss"] == pytest.approx(record.evaluation.loss, rel=1e-3)
 
 
 @pytest.mark.slow

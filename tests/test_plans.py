@@ -224,7 +224,7 @@ def _impossible(simulation: Simulation) -> dict[str, Plan]:
 def test_what_excludes_each_other_is_refused_before_the_round(simulation: Simulation) -> None:
     for words, plan in _impossible(simulation).items():
         with pytest.raises(ValueError, match=words):
-            check_plan(plan, 6)
+            check_plan(plan, 6, simulation.units)
         with pytest.raises(InputError, match=f"in round 1 .*{words}"):
             list(simulation.run(Fixed(plan=plan), 1))
 

@@ -4,7 +4,7 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import feddd
-from feddd.core.selection import SELECTORS, kept_units, select, select_stack, unit_scores
-from feddd.core.units import units
+from feddd.core.selection import NORMS, RANKINGS, Selector, kept_units, select, select_stack
+from feddd.core.units import Units, units
 
 Params = dict[str, Tensor]
 
@@ -36,6 +36,22 @@ def kept(mask: dict[str, Tensor], layer: str) -> list[int]:
 def layer_elements(params: Params, layer: str, unit: int) -> list[tuple[str, tuple[int, ...]]]:
     names = [name for name in params if name.startswith(f"{layer}.")]
     return [(name, (unit, *rest)) for name in names for rest in np.ndindex(params[name].shape[1:])]
+
+
+def unit_scores(
+    before: Params, after: Params, *, selector: str = "importance", units: Units | None = None
+) -> dict[str, Tensor]:
+    """The scores in float64, as they decide where float32 leaves it open; [units] per layer."""
+    found, norm = {}, NORMS[selector]
+    for layer in (units or feddd.units(after)).layers:
+        trained = [slot for slot in layer.slots if not slot.buffer]
+        old, new = ([slot.stacked_rows(side[slot.name][None]) for slot in trained] for side in (before, after))
+        found[layer.name] = torch.from_numpy(norm.scores(old, new, norm.floors(old, torch.float64))[0])
+    return found
+
+
+def test_every_ranking_has_a_name_that_a_field_may_have() -> None:
+    assert tuple(RANKINGS) == get_args(Selector)
 
 
 def oracle(before: Params, after: Params, layer: str, rule: str) -> list[float]:
@@ -143,7 +159,7 @@ def test_kept_is_the_nearest_count_with_halves_up_and_at_least_one(count: int, t
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=5),
     dropout=st.floats(0, 1),
-    rule=st.sampled_from(list(SELECTORS)),
+    rule=st.sampled_from(list(RANKINGS)),
     seed=st.integers(0, 99),
 )
 def test_the_kept_share_is_within_one_unit_per_layer_of_the_rate(
@@ -217,7 +233,7 @@ def test_random_is_uniform_over_the_pairs_of_units() -> None:
 
 def test_layers_named_in_always_send_are_kept_whole_and_do_not_move_the_others() -> None:
     before, after = two_layers(1), two_layers(9)
-    for rule in SELECTORS:
+    for rule in RANKINGS:
         plain = feddd.select(before, after, 0.6, selector=rule, rng=np.random.default_rng(1))
         held = feddd.select(before, after, 0.6, selector=rule, rng=np.random.default_rng(1), always_send=["a"])
         assert held["a"].all()
@@ -274,7 +290,7 @@ def test_the_parameters_are_not_changed() -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in two_layers(2).items())
 
 
-@pytest.mark.parametrize("rule", list(SELECTORS))
+@pytest.mark.parametrize("rule", list(RANKINGS))
 def test_no_global_generator_is_touched(rule: str) -> None:
     states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
     feddd.select(two_layers(1), two_layers(2), 0.5, selector=rule, rng=np.random.default_rng(0))

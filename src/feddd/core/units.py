@@ -30,7 +30,8 @@ class Slot:
 
     Plain tensors have their units along `axis`. Gates of recurrent cells and the stacked projections of attention
     repeat them: with `blocks` = b the axis holds b stacked copies, unit k at k, N + k, …. A transposed convolution
-    with `groups` has its output channels spread over the groups of its first axis.
+    with `groups` has its output channels spread over the groups of its first axis. With `span` = s a unit is s
+    neighbours on the axis.
     """
 
     name: str
@@ -39,11 +40,12 @@ class Slot:
     blocks: int = 1
     groups: int = 1
     buffer: bool = False
+    span: int = 1
 
     @property
     def units(self) -> int:
         """How many units the tensor holds."""
-        return self.shape[self.axis] * self.groups // self.blocks
+        return self.shape[self.axis] * self.groups // (self.blocks * self.span)
 
     @property
     def elements(self) -> int:
@@ -59,11 +61,15 @@ class Slot:
         """The tensor seen with its unit axes in front: always a view, so that writing to it writes to the tensor."""
         if self.groups > 1:
             grouped = tensor.view(self.groups, self.shape[0] // self.groups, *self.shape[1:])
-            return grouped.movedim(2, 1)
-        if self.blocks > 1:
+            rows = grouped.movedim(2, 1)
+        elif self.blocks > 1:
             before, after = self.shape[: self.axis], self.shape[self.axis + 1 :]
-            return tensor.view(*before, self.blocks, self.units, *after).movedim(self.axis + 1, 0)
-        return tensor.movedim(self.axis, 0) if self.axis else tensor
+            rows = tensor.view(*before, self.blocks, self.units * self.span, *after).movedim(self.axis + 1, 0)
+        else:
+            rows = tensor.movedim(self.axis, 0) if self.axis else tensor
+        if self.span == 1:
+            return rows
+        return rows.view(*rows.shape[: self.lead - 1], -1, self.span, *rows.shape[self.lead :])
 
     @property
     def plain(self) -> bool:
@@ -109,6 +115,13 @@ class Layer:
         """How many numbers belong to one unit."""
         return self.elements // self.units
 
+    def joined(self, count: int) -> Layer:
+        """Return the layer with `count` neighbouring units as one; ValueError if some would be left over."""
+        slots = tuple(dataclasses.replace(slot, span=slot.span * count) for slot in self.slots)
+        if count < 1 or any(slot.shape[slot.axis] % (slot.blocks * slot.span) for slot in slots):
+            raise ValueError(f"the {self.units} units of layer {self.name!r} cannot be joined {count} at a time")
+        return Layer(self.name, slots[0].units, slots)
+
 
 @dataclass(frozen=True)
 class Units:
@@ -128,7 +141,11 @@ class Units:
     def digest(self) -> bytes:
         """Eight bytes that two ends share exactly when their layer tables agree."""
         table = [
-            [layer.name, layer.units, [[s.name, s.shape, s.axis, s.blocks, s.groups] for s in layer.slots]]
+            [
+                layer.name,
+                layer.units,
+                [[s.name, s.shape, s.axis, s.blocks, s.groups, *([s.span] if s.span > 1 else [])] for s in layer.slots],
+            ]
             for layer in self.layers
         ]
         text = json.dumps([table, [slot.name for slot in self.fixed]], separators=(",", ":"))
@@ -244,7 +261,7 @@ class Units:
             shape = tuple(params[slot.name].shape)
             if len(shape) != len(slot.shape):
                 raise ValueError(f"tensor {slot.name!r} has {len(shape)} axes, the layer table says {len(slot.shape)}")
-            if shape and (0 in shape or shape[slot.axis] % slot.blocks or shape[0] % slot.groups):
+            if shape and (0 in shape or shape[slot.axis] % (slot.blocks * slot.span) or shape[0] % slot.groups):
                 raise ValueError(f"tensor {slot.name!r} of shape {shape} does not divide into units")
             return dataclasses.replace(slot, shape=shape)
 
@@ -315,18 +332,6 @@ def _units_of_module(model: nn.Module) -> Units:
     if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has nothing to train: all of its parameters are frozen (requires_grad=False)")
     return Units(tuple(layers), tuple(fixed), tuple(aliases), tuple(frozen))
-
-
-def frozen_digest(params: Params, table: Units) -> str:
-    """Return what two ends share exactly when the values of their frozen parameters agree; "" if there are none."""
-    if not table.frozen:
-        return ""
-    digest = hashlib.sha256()
-    for name in table.frozen:
-        tensor = params[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 _NORMALISATION = (

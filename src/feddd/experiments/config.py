@@ -157,16 +157,25 @@ class ModelSection(_Section):
     """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function.
 
     output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
+    units: package.module:function that makes the layer table of a network; left out, single channels and neurons
     """
 
     name: str = "mlp"
     output: Literal["softmax"] | None = None
+    units: str | None = None
 
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
         if ":" not in value and (not known(value) or value.endswith(SOFTMAX)):
             raise ValueError(f"unknown model {value!r}; {nearest(value, (*MODELS, IMPORT_PATH))}")
+        return value
+
+    @field_validator("units")
+    @classmethod
+    def _imported(cls, value: str | None) -> str | None:
+        if value is not None and ":" not in value:
+            raise ValueError(f"{value!r} is not of the form {IMPORT_PATH}")
         return value
 
     @model_validator(mode="after")
@@ -378,7 +387,8 @@ class Experiment(_Section):
     @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        names = [self.model.name, self.data.dataset, self.data.partition, self.objective.loss, self.objective.metric]
+        names = [self.model.name, self.model.units or "", self.data.dataset, self.data.partition]
+        names += [self.objective.loss, self.objective.metric]
         for section in self.strategy:
             names += [section.name, section.options.get("server", {}).get("name", "")]
             names += [rule["name"] for rule in section.options.get("local", ())]

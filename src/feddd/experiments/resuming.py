@@ -53,6 +53,8 @@ def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
         *(tensor.detach().cpu().numpy() for tensor in simulation.initial.values()),
     ):
         digest.update(np.ascontiguousarray(array).tobytes())
+    if world.units is not None:
+        digest.update(simulation.units.digest)
     return {"sha256": digest.hexdigest(), "imports": import_folders(experiment)}
 
 

@@ -239,7 +239,8 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
     training = _training(experiment, data, parts, prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    return World(data, parts, devices, experiment.model.network, training, seed, faults, experiment.objective, names)
+    network, objective = experiment.model.network, experiment.objective
+    return World(data, parts, devices, network, training, seed, faults, objective, names, experiment.model.units)
 
 
 def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.int64]], prove: bool) -> Training:

@@ -1,13 +1,15 @@
-"""What a server needs beside the plan to write downloads: earlier moves of the reference, digests of frozen values."""
+"""What downloads need beside the plan: earlier moves of the reference, and digests of frozen values for both ends."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from feddd.core.submodel import prefix
-from feddd.core.units import frozen_digest, units
+from feddd.core.units import Params, Units, units
 from feddd.wire.down import Sending
 from feddd.wire.download_format import MOVES_KEPT
 from feddd.wire.stage import Update
@@ -20,6 +22,18 @@ def frozen_digests(model: Mapping[str, Tensor], modules: Sequence[nn.Module]) ->
         table, own = units(module), module.state_dict()
         digests.append(frozen_digest({name: prefix(model[name], own[name].shape) for name in table.frozen}, table))
     return digests
+
+
+def frozen_digest(params: Params, table: Units) -> str:
+    """Return what two ends share exactly when the values of their frozen parameters agree; "" if there are none."""
+    if not table.frozen:
+        return ""
+    digest = hashlib.sha256()
+    for name in table.frozen:
+        tensor = params[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def with_move(moves: Mapping[int, Update], sent: Sending) -> dict[int, Update]:

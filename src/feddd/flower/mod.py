@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from feddd.core.granularity import Granularity, tables_of
 from feddd.core.labels import label_coverage
 from feddd.core.stacks import stack_of_one
-from feddd.core.units import Units, frozen_digest, units
 from feddd.files import user_cache
 from feddd.flower.api import (
     ArrayRecord,
@@ -26,6 +26,7 @@ from feddd.flower.api import (
     Mod,
     RecordDict,
 )
+from feddd.flower.downloads import frozen_digest
 from feddd.flower.records import (
     COVERAGE,
     ORDER,
@@ -64,6 +65,7 @@ def feddd_mod(
     samples_key: str = "num-examples",
     statistic_key: str = "oort-statistic",
     stages: Sequence[Callable[..., Any]] = (),
+    units: Granularity | None = None,
 ) -> Mod:
     """A mod for ``ClientApp(mods=[feddd_mod(Net)])``.
 
@@ -73,6 +75,7 @@ def feddd_mod(
     arrays_key, …: where the train function finds its model and leaves its results. It must report a mean loss and a
     sample count; √(mean of squared sample losses) is for Oort, and the loss takes its place where it is missing
     stages: stages and scores of your own that a server may ask for; a client never imports what a message names
+    units: makes the layer table in place of `feddd.units`; the server's must be the same
 
     The node config may say: "client-id" (else "partition-id"), "uplink-bits-per-s", "downlink-bits-per-s".
     """
@@ -86,7 +89,7 @@ def feddd_mod(
         order = read_record(message.content, ORDER, Order)
         if order is None:
             return call_next(message, context)
-        client = _Client(makers, store, context, label_counts, vocabulary(stages))
+        client = _Client(makers, store, context, label_counts, vocabulary(stages), units)
         if order.what == "hello":
             return _reply(message, client.hello())
         before = client.receive(message.content, order)
@@ -120,6 +123,7 @@ class _Client:
         context: Context,
         label_counts: Callable[[Context], Sequence[int]] | None,
         known_stages: Vocabulary,
+        granularity: Granularity | None,
     ) -> None:
         config = context.node_config
         self._name = str(config.get("client-id", config.get("partition-id", context.node_id)))
@@ -132,7 +136,7 @@ class _Client:
         if not isinstance(module, nn.Module):
             raise TypeError(f"feddd_mod's model makes a {type(module).__name__}, which is not a network")
         self._own = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        self._units: Units = units(module)
+        (self._units,) = tables_of([module], granularity)
         folder = store or config.get("feddd-store") or user_cache() / "clients"
         self._store = ClientStore(Path(str(folder)), self._name)
         self._rates = [float(config.get(f"{way}-bits-per-s", 0.0)) for way in ("uplink", "downlink")]

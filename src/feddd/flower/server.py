@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
+from feddd.core.granularity import Granularity, tables_of
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage, narrow_coverage
-from feddd.core.units import Units, units
 from feddd.errors import InputError, RunError
 from feddd.flower.api import ArrayRecord, ConfigRecord, Grid, Message, MessageType, RecordDict, logger
 from feddd.flower.attempts import Attempts, with_reasons
@@ -73,9 +73,10 @@ class Server:
         checkpoint: Path | None,
         limits: Limits,
         poll_seconds: float,
+        units: Granularity | None,
     ) -> None:
         self._method = method
-        self._tables: list[Units] = [units(module) for module in modules]
+        self._tables = tables_of(modules, units)
         self._like = {name: tensor.clone() for name, tensor in modules[0].state_dict().items()}
         self._seed = seed
         self._deadline_seconds, self._min_clients, self._poll_seconds = deadline_seconds, min_clients, poll_seconds
@@ -185,7 +186,7 @@ class Server:
         fleet = fleet_of([self._registry.members[client] for client in clients], self._tables, self._links)
         rng = stream(self._seed, "strategy", state.round + 1)
         plan = self._method.plan(dataclasses.replace(state, clients=state.clients.take(clients)), fleet, rng)
-        check_plan(plan, len(fleet))
+        check_plan(plan, len(fleet), self._tables[0])
         check_rules(plan)
         tasks = {clients[task.client]: dataclasses.replace(task, client=clients[task.client]) for task in plan.tasks}
         plan = dataclasses.replace(plan, tasks=tuple(tasks.values()))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from feddd.core.granularity import Granularity
 from feddd.errors import RunError
 from feddd.flower.api import (
     ArrayRecord,
@@ -47,6 +48,7 @@ class FedDDStrategy(Strategy):
     checkpoint: a file; a run that finds it goes on there
     links: what is believed about the clients' links    evaluate_clients: also evaluate at the clients, which sends
     everybody the full model every round    on_round: called with the facts of every round
+    units: makes the layer table in place of `feddd.units`; the clients' must be the same
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FedDDStrategy(Strategy):
         limits: Limits | None = None,
         on_round: Callable[[RoundFacts], None] | None = None,
         poll_seconds: float = POLL_SECONDS,
+        units: Granularity | None = None,
     ) -> None:
         if deadline_seconds <= 0 or quorum < 1 or min_clients < 1:
             raise ValueError("deadline_seconds must be above 0, quorum and min_clients at least 1")
@@ -80,6 +83,7 @@ class FedDDStrategy(Strategy):
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
             limits=limits or Limits(),
             poll_seconds=poll_seconds,
+            units=units,
         )
         self._deadline_seconds, self._quorum, self._poll_seconds = deadline_seconds, quorum, poll_seconds
         self._most_samples = (limits or Limits()).samples

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from feddd.core.aggregation import Aggregator
 from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
-from feddd.core.units import Params, Units, units
+from feddd.core.units import Params, Units
 from feddd.simulation.client_state import ClientStates, StateArrays
 from feddd.simulation.faulty_uploads import ABSENT, fault_of, receive_answers
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
@@ -74,6 +74,7 @@ class ShardSpec:
 
     blocks: block number → its clients; there are block_count in all
     samples: client → (start, end) of its samples in the common arrays    widths: client → its sub-model
+    units: what makes the layer table, by import path
     label_coverage: client → Σ_c min(C·dis_n^c, 1)
     test_chunks: chunk number → (start, end) of the test samples it evaluates
     coverage: CR(k) per layer of the global model, None if all models are equal
@@ -97,6 +98,7 @@ class ShardSpec:
     wire: bool = False
     state_dir: Path | None = None
     objective: Objective = Objective()
+    units: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Shard:
             module = models.build(spec.model, shape, spec.classes, width).to(device)
             if width == 0:
                 module.load_state_dict(_from_arrays(spec.constants), strict=False)
-            table = units(module)
+            (table,) = models.layer_tables([module], spec.units)
             own = narrow_coverage(coverage, table) if coverage else None
             trainer = make_trainer(module, table, spec.training.trainer)
             self._widths[width] = _Width(module, table, own, trainer)

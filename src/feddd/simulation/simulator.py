@@ -19,7 +19,6 @@ from feddd.core.convergence import mask_error
 from feddd.core.labels import label_coverage
 from feddd.core.streams import stream
 from feddd.core.submodel import coverage
-from feddd.core.units import units
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
@@ -55,6 +54,7 @@ class World:
     """What all strategies of an experiment share: data split, devices, initial weights, batch order.
 
     parts: each client's sample numbers    model: a name or import path    names: of the clients; empty for numbers
+    units: an import path; None for channels and neurons
     """
 
     dataset: Dataset
@@ -66,6 +66,7 @@ class World:
     faults: Faults = field(default_factory=Faults)
     objective: Objective = Objective()
     names: tuple[str, ...] = ()
+    units: str | None = None
 
     @property
     def classes(self) -> int | None:
@@ -131,11 +132,12 @@ class Simulation:
         module = world.build_model()
         try_model(module, world.dataset, world.parts, world.objective, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        self.units = units(module)
         self._convolves = convolves(module)
         self._chain = is_chain(module)
         count = models.widths(world.model)
-        self._tables = [self.units] + [units(world.build_model(width)) for width in range(1, count)]
+        modules = [module, *(world.build_model(width) for width in range(1, count))]
+        self._tables = models.layer_tables(modules, world.units)
+        self.units = self._tables[0]
         self._width_of = [client % count for client in range(len(world.parts))]
         self._client_tables = [self._tables[width] for width in self._width_of]
         devices = world.devices
@@ -234,7 +236,7 @@ class Simulation:
     def check(self, plan: Plan) -> None:
         """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
         try:
-            check_plan(plan, len(self.fleet))
+            check_plan(plan, len(self.fleet), self.units)
         except ValueError as error:
             raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):
@@ -342,6 +344,7 @@ class Simulation:
         return [
             ShardSpec(
                 model=world.model,
+                units=world.units,
                 classes=world.classes,
                 seed=world.seed,
                 training=world.training,

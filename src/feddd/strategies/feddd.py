@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.allocation import Allocation, allocate, check_budget
-from feddd.core.selection import Score, Selector, check_selector
+from feddd.core.selection import Score, Selector, ranking_of
 from feddd.strategies.feddd_rules import Absences, Broadcasts, Budget, Coming, Target, make_budget, memory_of
 from feddd.strategies.protocol import (
     Feedback,
@@ -81,7 +81,7 @@ class FedDD:
         broadcasts = self.broadcasts
         _ = self.budget_rule, self.absences
         check_bits(self.value_bits, self.error_feedback)
-        check_selector(self.selector)
+        ranking_of(self.selector)
         if not (np.isfinite(self.penalty) and self.penalty >= 0):
             raise ValueError(f"penalty must be finite and at least 0, not {self.penalty}")
         if self.download not in DOWNLOADS:
@@ -189,7 +189,7 @@ class FedDD:
 
     def _tells_coverage(self, state: ServerState, fleet: Fleet) -> bool:
         """Return whether CR(k) goes down: once, to everybody, as soon as the models are known."""
-        return state.round == 1 and fleet.heterogeneous and self.selector == "importance"
+        return state.round == 1 and fleet.heterogeneous and ranking_of(self.selector).covered
 
     def _gets_everything(self, state: ServerState) -> NDArray[np.bool_]:
         """Return who downloads the full model: everybody, or those that failed, who may have missed a broadcast."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from feddd.core.latency import transfer_seconds
 from feddd.core.units import Units
 from feddd.strategies.clients import ClientTable
+from feddd.wire.blocks import check_chain
 from feddd.wire.difference import Difference
 from feddd.wire.difference import Feedback as ErrorFeedback
 from feddd.wire.down import Down, Moves, Reference, Values
@@ -249,7 +250,7 @@ class ServerState:
         return self.clients.own
 
 
-def check_plan(plan: Plan, clients: int) -> None:
+def check_plan(plan: Plan, clients: int, table: Units) -> None:
     """Refuse a plan that asks somebody for things that exclude each other, before anything is sent."""
     asked = [task.client for task in plan.tasks]
     if len(set(asked)) < len(asked) or not all(0 <= client < clients for client in asked):
@@ -258,6 +259,8 @@ def check_plan(plan: Plan, clients: int) -> None:
         wrong = _contradiction(task, plan)
         if wrong:
             raise ValueError(f"the plan asks client {task.client} for {wrong}")
+    if any(task.down.sub_model is not None for task in plan.tasks):
+        check_chain(table)
 
 
 def _contradiction(task: Task, plan: Plan) -> str:

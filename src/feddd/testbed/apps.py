@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from feddd.core.granularity import Granularity
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.experiments.config import Experiment
@@ -50,6 +51,10 @@ def build_model(world: World, width: int = 0) -> torch.nn.Module:
     return world.build_model(width)
 
 
+def _granularity(world: World) -> Granularity | None:
+    return None if world.units is None else models.import_object(world.units)
+
+
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """One strategy of the experiment; every round leaves a line in the out folder's rounds.jsonl."""
@@ -79,6 +84,7 @@ def main(grid: Grid, context: Context) -> None:
         links=links_of(world) if config["fixed-links"] else None,
         checkpoint=out / "server.safetensors",
         on_round=note,
+        units=_granularity(world),
     )
     arrays = ArrayRecord(dict(modules[0].state_dict()))
     strategy.start(grid, arrays, int(config["rounds"]), evaluate_fn=test)
@@ -145,7 +151,7 @@ def _mod(message: Message, context: Context, call_next: Callable[[Message, Conte
     _, world = _of(context)
     makers = [lambda width=width: build_model(world, width) for width in range(models.widths(world.model))]
     counts = _label_counts if world.label_counts() is not None else None
-    return feddd_mod(makers, label_counts=counts)(message, context, call_next)
+    return feddd_mod(makers, label_counts=counts, units=_granularity(world))(message, context, call_next)
 
 
 client = ClientApp(mods=[_mod])

@@ -22,6 +22,8 @@ ENCODING = 4
 
 def check_chain(table: Units) -> None:
     """Refuse a model whose layers are not, one after the other, each the input of the next."""
+    if any(slot.span > 1 for slot in table.slots):
+        raise ValueError("sub-models are cut by single channels and neurons: not with units of one's own")
     below: Layer | None = None
     for layer in table.layers:
         weights = [slot for slot in layer.slots if len(slot.shape) > 1]

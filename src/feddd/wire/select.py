@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from feddd.core.selection import check_selector, kept_units, select_stack
+from feddd.core.selection import kept_units, ranking_of, select_stack
 from feddd.core.stacks import take_stack
 from feddd.core.units import Mask, Units
 from feddd.wire.blocks import element_masks
@@ -41,17 +41,17 @@ class Select(Stage):
 
     @property
     def needs_coverage(self) -> bool:
-        """Return whether importance is divided by CR(k)."""
-        return self.score == "importance" and self.dropout > 0
+        """Return whether scores are divided by CR(k)."""
+        return ranking_of(self.score).covered and self.dropout > 0
 
     def check(self, below: Sequence[Stage]) -> None:
         """Refuse to choose twice, and a score that there is not."""
-        check_selector(self.score)
+        ranking_of(self.score)
         _choose_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Score the units by what training did to them, whatever the numbers on their way are by now."""
-        rngs = at.rngs("selection") if self.score == "random" else None
+        rngs = at.rngs("selection") if ranking_of(self.score).draws else None
         masks = select_stack(
             at.before,
             at.after,

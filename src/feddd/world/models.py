@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from feddd.core.granularity import tables_of
+from feddd.core.units import Units
 from feddd.errors import InputError, nearest
 from feddd.world.dataset import Shape
 from feddd.world.sequence_models import CharacterLSTM, CharacterTransformer
@@ -134,6 +136,19 @@ def _sequence_model(name: str, base: str, divisor: int, shape: Sequence[int], to
         return CharacterLSTM(tokens, hidden=max(1, round(128 / divisor)))
     heads = max(1, 4 // divisor)
     return CharacterTransformer(tokens, shape[0], width=16 * heads, heads=heads)
+
+
+def layer_tables(modules: Sequence[nn.Module], path: str | None) -> list[Units]:
+    """Return the layer tables of a model and its narrower versions.
+
+    path: of a function that makes a table of a module; None for `feddd.units`
+    """
+    if path is None:
+        return tables_of(modules)
+    try:
+        return tables_of(modules, import_object(path))
+    except ValueError as error:
+        raise InputError(f"model.{error}") from error
 
 
 def import_from(folder: Path) -> None:
