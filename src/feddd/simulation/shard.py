@@ -35,14 +35,7 @@ from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
 from feddd.wire.exchange import Arrived, decode, encode, through_bytes
-from feddd.wire.local import (
-    LocalRound,
-    Vectors,
-    finish_rules,
-    start_rules,
-    vector_bytes,
-    vector_through_bytes,
-)
+from feddd.wire.local import LocalRound, Vectors, finish_rules, start_rules, vector_bytes, vector_through_bytes
 from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
 from feddd.world.objectives import CLASSIFICATION, Objective
@@ -153,9 +146,8 @@ class Shard:
 
     def __init__(self, spec: ShardSpec, arrays: SampleArrays) -> None:
         self.spec = spec
-        device = spec.training.device
+        device, shape = spec.training.device, arrays.layout.input_shape
         self._train_samples, self._test_samples = arrays.tensors(device, spec.objective)
-        shape = arrays.layout.input_shape
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
@@ -208,8 +200,8 @@ class Shard:
     def evaluate_clients(self, model: Arrays) -> dict[int, float]:
         """Return the global model's metric on the training samples of each of this shard's clients."""
         with single_thread():
-            network, samples = self._widths[0].module, self._train_samples
-            return evaluate_each(network, _from_arrays(model), samples, self.spec.samples, self.spec.classes)
+            network, spec = self._widths[0].module, self.spec
+            return evaluate_each(network, _from_arrays(model), self._train_samples, spec.samples, spec.classes)
 
     def _known(self, width: int, download: Download) -> Known:
         """Return the download of one width of model."""
