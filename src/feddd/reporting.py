@@ -14,9 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from feddd.experiments.config import Experiment
+from feddd.experiments.metrics import metric_of
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
-from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted, percent
+from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted
 from feddd.paper.cells import Cell
 from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
@@ -53,6 +54,7 @@ class RunProgress(_Bar):
             console=console,
             disable=hidden or not console.is_terminal,
         )
+        self._metric = metric_of(experiment.model_dump(include={"task"}))
         total = experiment.rounds * len(experiment.strategy)
         self._before = {section.label: n * experiment.rounds for n, section in enumerate(experiment.strategy)}
         self._task = self._bar.add_task(experiment.name, total=total, state="starting")
@@ -62,11 +64,11 @@ class RunProgress(_Bar):
         evaluation = done.record.evaluation
         # A run that was resumed begins somewhere in the middle.
         self._bar.update(self._task, completed=self._before[done.label] + done.record.round - 1)
-        self.advance(done.label, evaluation.accuracy if evaluation else None)
+        self.advance(done.label, evaluation.metric if evaluation else None)
 
-    def advance(self, label: str, accuracy: float | None) -> None:
-        """One more round of this strategy is done."""
-        shown = f" {accuracy:.1%}" if accuracy is not None else ""
+    def advance(self, label: str, value: float | None) -> None:
+        """One more round of this strategy is done; value: of the metric, if it was tested."""
+        shown = f" {self._metric.show(value).replace(' ', '')}" if value is not None else ""
         self._bar.update(self._task, advance=1, description=escape(label), state=f"{shown:>6}")
 
 
@@ -81,12 +83,18 @@ def print_summary(results: Results, clock: str = "simulated") -> None:
     console.print(table)
     missed = [target for target in targets if target not in reached]
     if missed:
-        names = ", ".join(f"{target:.0%}" for target in missed)
+        names = ", ".join(_short_target(results, target) for target in missed)
         console.print(f"No strategy reached {names}.", highlight=False)
     absent = _not_counted(results)
     if absent:
         console.print(absent, soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _short_target(results: Results, target: float) -> str:
+    """80%, or the metric's name and the number."""
+    metric = results.metric
+    return f"{target:.0%}" if metric.percent else f"{metric.name} {metric.show_target(target)}"
 
 
 def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Table:
@@ -97,12 +105,16 @@ def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Ta
         pad_edge=False,
         padding=(0, 0, 0, 1),
     )
-    for column in ("strategy", "accuracy", clock, "bytes", *(f"to {target:.0%}" for target in targets)):
+    metric = results.metric
+    worst = ["worst tenth"] if any("worst_tenth_of_clients" in one for one in _strategies(results).values()) else []
+    goals = [f"to {_short_target(results, target)}" for target in targets]
+    for column in ("strategy", escape(metric.name), *worst, clock, "bytes", *map(escape, goals)):
         table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for label, summary in _strategies(results).items():
         table.add_row(
             escape(label),
-            _or_dash(summary["final_accuracy"], percent),
+            _or_dash(summary["final_metric"], metric.show),
+            *(_or_dash(summary.get("worst_tenth_of_clients"), metric.show) for _ in worst),
             _or_dash(summary["clock_seconds"], human_seconds),
             human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
             *(_time_cell(_time(summary, target)) for target in targets),
@@ -168,7 +180,7 @@ def _strategies(results: Results) -> Mapping[str, Any]:
 
 
 def _time(summary: Mapping[str, Any], target: float) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(time for time in summary["time_to_accuracy"] if time["target"] == target)
+    found: Mapping[str, Any] = next(time for time in summary["time_to_target"] if time["target"] == target)
     return found
 
 

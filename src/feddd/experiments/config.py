@@ -26,22 +26,18 @@ from feddd.experiments.methods import (
     explain,
     imported,
 )
+from feddd.experiments.problem import Count, DataSection, Positive, Section, TaskSection
 from feddd.simulation.faults import Faults
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.server_optimizers import WithServerOptimizer
 from feddd.strategies.with_rules import WithRules
 from feddd.world.models import MODELS, SOFTMAX, known
-from feddd.world.objectives import LOSSES, METRICS, Objective, make_objective
-from feddd.world.partitions import KINDS
-from feddd.world.sources import ENDINGS, KNOWN_DATA, TABLES, is_own, is_table
+from feddd.world.objectives import LOSSES, Objective
 
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
-PARTITIONS = (*KINDS, "natural")
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Range = Positive | tuple[Positive, Positive]
 
@@ -52,66 +48,7 @@ def _goes_up(value: Range | None) -> Range | None:
     return value
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataSection(_Section):
-    """Which data, and how it is spread over the clients.
-
-    dataset: a name, package.module:function with its keyword arguments, or a file or folder of one's own
-    target, client, test_share, standardise: of a table; see `world.tables`
-    validation_share: hold out so much of the training samples and test on them, never on the test set: for choosing
-    """
-
-    dataset: str = "mnist"
-    partition: str = "noniid-b"
-    classes_per_client: Count | None = None
-    alpha: Positive | None = None
-    train_limit: Count | None = None
-    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    arguments: dict[str, Any] | None = None
-    target: str | None = None
-    client: str | None = None
-    test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    standardise: bool | None = None
-
-    @field_validator("dataset")
-    @classmethod
-    def _data_is_known(cls, value: str) -> str:
-        if value not in KNOWN_DATA and not is_own(value):
-            own = (IMPORT_PATH, *(f"file{ending}" for ending in ENDINGS), "folder/")
-            raise ValueError(f"unknown data set {value!r:.200}; {nearest(value[:200].lower(), (*KNOWN_DATA, *own))}")
-        return value
-
-    @field_validator("partition")
-    @classmethod
-    def _partition_is_known(cls, value: str) -> str:
-        if value not in PARTITIONS and ":" not in value:
-            raise ValueError(f"unknown partition {value!r:.200}; {nearest(value[:200], (*PARTITIONS, IMPORT_PATH))}")
-        return value
-
-    @model_validator(mode="after")
-    def _keys_belong_to_the_data(self) -> DataSection:
-        if self.arguments is not None and ":" not in self.dataset:
-            raise ValueError(f"arguments belong to a data set of the form {IMPORT_PATH}")
-        for key in ("target", "client", "test_share", "standardise"):
-            if getattr(self, key) is not None and not is_table(self.dataset):
-                raise ValueError(f"{key} belongs to a table, {' or '.join(TABLES)}")
-        if is_table(self.dataset) and self.target is None:
-            raise ValueError('a table needs the name of its target\'s column: target = "…"')
-        return self
-
-    @model_validator(mode="after")
-    def _keys_belong_to_the_partition(self) -> DataSection:
-        if self.classes_per_client is not None and self.partition not in ("noniid-b", "imbalanced"):
-            raise ValueError("classes_per_client belongs to partition noniid-b or imbalanced")
-        if self.alpha is not None and self.partition not in ("dirichlet", "quantity"):
-            raise ValueError("alpha belongs to partition dirichlet or quantity")
-        return self
-
-
-class FleetSection(_Section):
+class FleetSection(Section):
     """Links and devices: `[low, high]` is drawn uniformly per client, one number is the same for all."""
 
     clients: Count = 100
@@ -153,7 +90,7 @@ class FleetSection(_Section):
         return given
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function.
 
     output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
@@ -190,38 +127,7 @@ class ModelSection(_Section):
         return self.name + (SOFTMAX if self.output else "")
 
 
-class TaskSection(_Section):
-    """What is learnt and how it is judged; what is left out follows from the loss.
-
-    evaluate_clients: the metric of the global model on every client's own training samples too
-    """
-
-    loss: str = "cross-entropy"
-    metric: str | None = None
-    higher_is_better: bool | None = None
-    evaluate_clients: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _filled_in(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        loss, metric = given.get("loss", "cross-entropy"), given.get("metric")
-        for key, value, known in (("loss", loss, LOSSES), ("metric", metric, METRICS)):
-            if isinstance(value, str) and ":" not in value and value not in known:
-                raise ValueError(f"unknown {key} {value!r:.200}; {nearest(value[:200], (*known, IMPORT_PATH))}")
-        higher = given.get("higher_is_better")
-        if not isinstance(loss, str) or not isinstance(metric, str | None) or not isinstance(higher, bool | None):
-            return given
-        made = make_objective(loss, metric, higher)
-        return given | {"metric": made.metric, "higher_is_better": made.higher_is_better}
-
-    def build(self) -> Objective:
-        """Return the loss and the metric."""
-        return make_objective(self.loss, self.metric, self.higher_is_better)
-
-
-class TrainingSection(_Section):
+class TrainingSection(Section):
     """Local SGD; trainer "auto" is replaced by the one that the model gets when a run resolves its config."""
 
     epochs: Count = 1
@@ -231,7 +137,7 @@ class TrainingSection(_Section):
     device: str = "cpu"
 
 
-class FaultsSection(_Section):
+class FaultsSection(Section):
     """How the fleet misbehaves, and how long a round waits for it; see `simulation.faults.Faults`."""
 
     unreliable: Share = 1.0
@@ -320,7 +226,7 @@ class StrategySection(BaseModel):
         return WithServerOptimizer(built, construct_server(server)) if server else built
 
 
-class Experiment(_Section):
+class Experiment(Section):
     """One experiment: everything that its tables are a function of."""
 
     name: str = "experiment"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -10,7 +11,11 @@ from numpy.typing import NDArray
 
 from feddd.core.streams import stream
 from feddd.errors import InputError
-from feddd.experiments.config import DataSection, Experiment
+from feddd.experiments.config import Experiment
+from feddd.experiments.problem import DataSection
+from feddd.experiments.results import DATA_FILE
+from feddd.files import write_atomically
+from feddd.simulation.simulator import World
 from feddd.world import datasets, partitions, synthetic
 from feddd.world.dataset import Dataset
 from feddd.world.fleets import FleetFile
@@ -93,3 +98,18 @@ def divide(
             alpha=0.5 if section.alpha is None else section.alpha,
         )
     return [chosen[part] for part in parts], wanted or ()
+
+
+def write_data_facts(folder: Path, experiment: Experiment, world: World) -> None:
+    """Leave in a run's folder what its data was, where that is nobody else's to know: data.json."""
+    data = world.dataset
+    if not is_own(experiment.data.dataset):
+        return
+    document = {
+        "dataset": experiment.data.dataset,
+        "sha256": data.digest(),
+        "arrays": {name: {"shape": list(array.shape), "type": str(array.dtype)} for name, array in data.arrays()},
+        "classes": list(data.class_names),
+        "clients": list(world.names),
+    }
+    write_atomically(folder / DATA_FILE, (json.dumps(document, indent=2) + "\n").encode())

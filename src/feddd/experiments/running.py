@@ -18,7 +18,7 @@ from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
-from feddd.experiments.data import divide, load_data
+from feddd.experiments.data import divide, load_data, write_data_facts
 from feddd.experiments.folders import (
     Lock,
     create_folder,
@@ -145,6 +145,7 @@ def _simulate(
     with Tables(folder, seed=experiment.seed, then=lambda: report_so_far(folder)) as tables:
         tables.restore(rows)
         tables.write_partition(label_counts_of(simulation.world))
+        write_data_facts(folder, experiment, simulation.world)
         report_so_far(folder)
         for place, section in enumerate(experiment.strategy):
             if section.label in finished:
@@ -223,6 +224,7 @@ def write_strategy(
         checkpoints = Checkpoints(folder, 0, section.label, section.build(), checkpoint_seconds)
         with Tables(folder, seed=experiment.seed) as tables:
             tables.write_partition(label_counts_of(simulation.world))
+            write_data_facts(folder, experiment, simulation.world)
             for record in _rounds(simulation, experiment, checkpoints, tables):
                 watch(record)
 
@@ -266,7 +268,7 @@ def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.
     except ValueError as error:
         key = "" if given.trainer == "auto" else "training.trainer, "
         raise InputError(f"{key}model {name!r}: {error}") from error
-    if reason and prove:
+    if reason and prove and not obstacle:
         log.warning("model %r is trained by %r (autograd, one client at a time): %s", name, training.trainer, reason)
     return training
 

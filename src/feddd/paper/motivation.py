@@ -15,8 +15,9 @@ from feddd.core.streams import stream
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import build_world
+from feddd.simulation.evaluation import evaluate
 from feddd.simulation.shard import single_thread
-from feddd.simulation.training import Local, Samples, Training, evaluate, train
+from feddd.simulation.training import Local, Samples, Training, train
 from feddd.world.datasets import ImageDataset
 
 SHARES = (0.0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from feddd.simulation.client_state import StateArrays
+from feddd.simulation.evaluation import Evaluation
 from feddd.simulation.reduction import merge_partials, reduce_tree
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec
-from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
 

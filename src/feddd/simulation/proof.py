@@ -17,7 +17,7 @@ from feddd.simulation.samples import make_samples
 from feddd.simulation.trainers import Choice, choose_trainer, convolves, make_trainer
 from feddd.simulation.training import Local, Trained, Training
 from feddd.world.dataset import Dataset
-from feddd.world.objectives import Objective
+from feddd.world.objectives import CLASSIFICATION, Objective
 
 TOLERANCE = 1e-3
 """How far the change of a tensor may be from autograd's, relative to its size: sums in another order differ by about
@@ -38,7 +38,7 @@ class Trial:
     build: Callable[[], nn.Module]
     data: Dataset
     part: NDArray[np.int64]
-    objective: Objective = Objective()
+    objective: Objective = CLASSIFICATION
 
 
 def settle_trainer(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from feddd.simulation.training import Samples
 from feddd.world.dataset import Dataset, Shape
-from feddd.world.objectives import Objective
+from feddd.world.objectives import CLASSIFICATION, Objective
 
 _CHUNK = 4096
 
@@ -106,8 +106,8 @@ class SampleArrays:
         def samples(part: str) -> Samples:
             inputs = {name: shared(_input(part, name)) for name in layout.inputs}
             scale, shift = self._factors(device)
-            only = inputs[""] if "" in inputs else inputs
-            return Samples(only, shared(f"{part}_targets"), scale, shift, objective or Objective())
+            only = inputs.get("", inputs)
+            return Samples(only, shared(f"{part}_targets"), scale, shift, objective or CLASSIFICATION)
 
         return samples("train"), samples("test")
 

@@ -24,30 +24,21 @@ from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Params, Units
 from feddd.simulation.client_state import ClientStates, StateArrays
+from feddd.simulation.evaluation import Evaluation, evaluate_chunks, evaluate_each
 from feddd.simulation.faulty_uploads import ABSENT, fault_of, receive_answers
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import Trainer, make_trainer
-from feddd.simulation.training import Evaluation, Local, Samples, Trained, Training, evaluate
+from feddd.simulation.training import Local, Trained, Training
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
 from feddd.wire.exchange import Arrived, decode, encode, through_bytes
-from feddd.wire.local import (
-    LocalRound,
-    Vectors,
-    finish_rules,
-    start_rules,
-    vector_bytes,
-    vector_through_bytes,
-)
+from feddd.wire.local import LocalRound, Vectors, finish_rules, start_rules, vector_bytes, vector_through_bytes
 from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
-from feddd.world.objectives import Finish, Objective
-
-TEST_CHUNK = 200
-"""Samples that go through the model at once in a test: with more their activations leave the cache."""
+from feddd.world.objectives import CLASSIFICATION, Objective
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -97,7 +88,7 @@ class ShardSpec:
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
-    objective: Objective = Objective()
+    objective: Objective = CLASSIFICATION
     units: str | None = None
 
 
@@ -157,9 +148,8 @@ class Shard:
 
     def __init__(self, spec: ShardSpec, arrays: SampleArrays) -> None:
         self.spec = spec
-        device = spec.training.device
+        device, shape = spec.training.device, arrays.layout.input_shape
         self._train_samples, self._test_samples = arrays.tensors(device, spec.objective)
-        shape = arrays.layout.input_shape
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
@@ -206,30 +196,14 @@ class Shard:
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
         with single_thread():
-            params, finish = _from_arrays(model), self._finish(self._test_samples.targets)
-            return {
-                chunk: self._evaluate(params, self._test_samples, bounds, finish)
-                for chunk, bounds in self.spec.test_chunks.items()
-            }
+            network, chunks = self._widths[0].module, self.spec.test_chunks
+            return evaluate_chunks(network, _from_arrays(model), self._test_samples, chunks, self.spec.classes)
 
     def evaluate_clients(self, model: Arrays) -> dict[int, float]:
         """Return the global model's metric on the training samples of each of this shard's clients."""
         with single_thread():
-            params, samples, found = _from_arrays(model), self._train_samples, {}
-            for client, (first, end) in self.spec.samples.items():
-                edges = range(first, end, TEST_CHUNK)
-                finish = self._finish(samples.targets[first:end])
-                parts = [self._evaluate(params, samples, (at, min(at + TEST_CHUNK, end)), finish) for at in edges]
-                found[client] = sum(parts[1:], start=parts[0]).metric
-            return found
-
-    def _evaluate(self, params: Params, samples: Samples, bounds: tuple[int, int], finish: Finish) -> Evaluation:
-        network, targets = self._widths[0].module, samples.targets[slice(*bounds)]
-        inputs, objective = samples.between(*bounds), self.spec.objective
-        return evaluate(network, params, inputs, targets, self.spec.classes, objective, finish)
-
-    def _finish(self, targets: Tensor) -> Finish:
-        return self.spec.objective.finish(targets.cpu().numpy())
+            network, spec = self._widths[0].module, self.spec
+            return evaluate_each(network, _from_arrays(model), self._train_samples, spec.samples, spec.classes)
 
     def _known(self, width: int, download: Download) -> Known:
         """Return the download of one width of model."""

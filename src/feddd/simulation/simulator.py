@@ -21,15 +21,16 @@ from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.evaluation import TEST_CHUNK, Evaluation
 from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
 from feddd.simulation.samples import Layout, SampleArrays, fill, lay_out, make_samples
-from feddd.simulation.shard import TEST_CHUNK, Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
+from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
 from feddd.simulation.stacked import is_chain
 from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import convolves
-from feddd.simulation.training import Evaluation, Training
+from feddd.simulation.training import Training
 from feddd.simulation.worker_process import WorkerPool, default_workers
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
@@ -39,7 +40,7 @@ from feddd.wire.local import absorb_vectors, vector_bytes
 from feddd.world import models
 from feddd.world.dataset import Dataset
 from feddd.world.fleets import Devices
-from feddd.world.objectives import Objective, check_fit
+from feddd.world.objectives import CLASSIFICATION, Objective, check_fit
 from feddd.world.partitions import label_counts
 
 EngineName = Literal["local", "ray"]
@@ -64,7 +65,7 @@ class World:
     training: Training
     seed: int
     faults: Faults = field(default_factory=Faults)
-    objective: Objective = Objective()
+    objective: Objective = CLASSIFICATION
     names: tuple[str, ...] = ()
     units: str | None = None
 

@@ -63,7 +63,7 @@ def choose_trainer(model: nn.Module, obstacle: str = "") -> Choice:
 def obstacle_of(data: Dataset, objective: Objective) -> str:
     """Return why samples and loss are not those that "stacked" has gradients for; "" if they are."""
     if objective.loss != "cross-entropy":
-        return f"its gradients are those of cross-entropy, the loss is {objective.loss!r}"
+        return f"it is for the loss cross-entropy, not for {objective.loss!r}"
     if isinstance(data.train_inputs, dict):
         return "it takes one input, the samples have several"
     if data.train_inputs.dtype.kind not in "f" and data.train_inputs.dtype != np.uint8:

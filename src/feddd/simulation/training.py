@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from feddd.core.units import Params
 from feddd.wire.chosen import some
 from feddd.wire.local import Rule, Scaler, Stepping, change_gradients
-from feddd.world.objectives import Finish, Objective, apply
+from feddd.world.objectives import CLASSIFICATION, Objective, apply
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +42,7 @@ class Samples:
     targets: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
-    objective: Objective = Objective()
+    objective: Objective = CLASSIFICATION
 
     def taken(self, values: Tensor) -> Tensor:
         """Return what a network takes of some samples of an input."""
@@ -200,83 +199,3 @@ def gather(samples: Samples, index: Tensor) -> Any:
     if inputs.is_contiguous():
         return samples.taken(inputs.index_select(0, index))
     return samples.taken(inputs.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums over samples; they can be added.
-
-    weight: what the metric's sum is divided by    correct, total: per class, empty where the metric has none
-    """
-
-    loss_sum: float
-    samples: int
-    metric_sum: float
-    weight: float
-    correct: NDArray[np.int64]
-    total: NDArray[np.int64]
-    finish: Finish = Finish()
-
-    @property
-    def metric(self) -> float:
-        """Return the metric over all samples."""
-        return self.finish(self.metric_sum / self.weight) if self.weight else math.nan
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of samples classified rightly; None where the metric is another."""
-        return self.metric if self.finish.metric == "accuracy" else None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss."""
-        return self.loss_sum / self.samples
-
-    @property
-    def class_accuracy(self) -> Floats:
-        """Accuracy per class, NaN for a class without test samples."""
-        return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
-
-    def __add__(self, other: Evaluation) -> Evaluation:
-        return Evaluation(
-            self.loss_sum + other.loss_sum,
-            self.samples + other.samples,
-            self.metric_sum + other.metric_sum,
-            self.weight + other.weight,
-            self.correct + other.correct,
-            self.total + other.total,
-            self.finish,
-        )
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    params: Params,
-    inputs: Any,
-    targets: Tensor,
-    classes: int | None,
-    objective: Objective | None = None,
-    finish: Finish | None = None,
-) -> Evaluation:
-    """Test the global model on some samples; finish: what makes the metric out of a mean, see `Objective.finish`."""
-    objective = objective or Objective()
-    model.eval()
-    model.load_state_dict(params)
-    outputs = apply(model, inputs)
-    loss_sum = float(objective.losses(outputs, targets).double().sum())
-    values, weights = objective.measure(outputs, targets)
-    metric_sum = float((values if weights is None else values * weights).double().sum())
-    weight = float(len(targets) if weights is None else weights.sum())
-    by_class = classes if objective.by_class and targets.dim() == 1 and classes else 0
-    labels = targets.cpu().numpy() if by_class else np.empty(0, np.int64)
-    right = values.cpu().numpy() > 0.5 if by_class else np.empty(0, np.bool_)
-    return Evaluation(
-        loss_sum,
-        len(targets),
-        metric_sum,
-        weight,
-        np.bincount(labels[right], minlength=by_class).astype(np.int64),
-        np.bincount(labels, minlength=by_class).astype(np.int64),
-        finish or objective.finish(targets.cpu().numpy()),
-    )

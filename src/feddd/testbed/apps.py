@@ -21,10 +21,11 @@ from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.api import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
+from feddd.simulation.evaluation import evaluate
 from feddd.simulation.samples import make_samples
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
-from feddd.simulation.training import Local, evaluate, train
+from feddd.simulation.training import Local, train
 from feddd.strategies.fedprox import Proximal
 from feddd.strategies.protocol import Upload
 from feddd.wire.local import LocalRound, Rule, Scaler, start_rules

@@ -1,6 +1,6 @@
 """A data set of any kind: inputs and targets for training and for testing, checked when it is made.
 
-Inputs are arrays of any shape, or several by name for a model that takes them as ``model(**inputs)``. What a model gets:
+Inputs are arrays of any shape, or several by name for a model that takes them as ``model(**inputs)``. A model gets
 floats as float32, bytes (uint8) as float32 between 0 and 1, other whole numbers as int64, booleans as they are.
 """
 
@@ -67,7 +67,8 @@ class Dataset:
     @property
     def input_shape(self) -> Shape:
         """Return the shape of one sample's input, or of each by name."""
-        return over(self.train_inputs, lambda array: array.shape[1:])
+        shape: Shape = over(self.train_inputs, lambda array: array.shape[1:])
+        return shape
 
     @functools.cached_property
     def class_count(self) -> int | None:
@@ -254,14 +255,12 @@ def _owners(given: Any, samples: int) -> Array:
 
 
 def _check_alike(train: Inputs, test: Inputs) -> None:
-    if isinstance(train, dict) != isinstance(test, dict) or (
-        isinstance(train, dict) and isinstance(test, dict) and train.keys() != test.keys()
-    ):
+    ones, others = ({"": each} if not isinstance(each, dict) else each for each in (train, test))
+    if ones.keys() != others.keys():
         raise InputError(f"test_inputs are {_keys(test)}, but train_inputs {_keys(train)}")
-    pairs = [(name, train[name], test[name]) for name in train] if isinstance(train, dict) else [("", train, test)]  # type: ignore[index,call-overload]
-    for name, one, other in pairs:
+    for name, one in ones.items():
+        other, which = others[name], f"[{name!r}]" if name else ""
         if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
-            which = f"[{name!r}]" if name else ""
             raise InputError(f"test_inputs{which} are {_describe(other)}, but train_inputs{which} {_describe(one)}")
 
 

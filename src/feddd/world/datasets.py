@@ -349,7 +349,9 @@ def _load_bundled(name: str, spec: Spec) -> ImageDataset:
 
 
 def _image_dataset(name: str, spec: Spec, *arrays: NDArray[Any]) -> ImageDataset:
-    return ImageDataset(*arrays, classes=spec.classes, name=name, mean=spec.mean, deviation=spec.deviation)
+    train, labels, test, answers = arrays
+    facts: dict[str, Any] = {"name": name, "mean": spec.mean, "deviation": spec.deviation}
+    return ImageDataset(train, labels, test, answers, classes=spec.classes, **facts)
 
 
 @functools.cache  # a process that builds many worlds unpacks once

@@ -1,7 +1,7 @@
 """What is learnt and how it is judged: a loss and a metric, both one value per sample, by name or import path.
 
-cross-entropy   logits [batch, classes] and classes [batch], or PyTorch's shapes for more: [batch, classes, …], [batch, …]
-mse             numbers like the targets, or [batch, 1] for targets of shape [batch]; a sample's loss is the mean of its
+cross-entropy   logits [batch, classes] and classes [batch], or more of both: [batch, classes, …] and [batch, …]
+mse             numbers like the targets, or [batch, 1] for targets of shape [batch]
 next-token      logits [batch, length, tokens] and tokens [batch, length]; −100 is padding, which nobody counts
 """
 
@@ -107,6 +107,11 @@ class Finish:
         if self.metric == "r2":
             return 1.0 - mean / self.variance if self.variance > 0 else math.nan
         return mean
+
+
+CLASSIFICATION = Objective()
+"""What an experiment learns that does not say: classes, judged by the share of right ones."""
+MEAN = Finish()
 
 
 def make_objective(loss: str, metric: str | None = None, higher_is_better: bool | None = None) -> Objective:

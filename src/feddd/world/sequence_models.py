@@ -43,7 +43,8 @@ class Block(nn.Module):
             layer(inputs).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         ]
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         stream = stream + self.mix(attended.transpose(1, 2).reshape(batch, length, width))
         added: Tensor = self.back(functional.gelu(self.hidden(self.norm_hidden(stream))))
         return stream + added

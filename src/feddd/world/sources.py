@@ -83,7 +83,7 @@ def _call(name: str, arguments: dict[str, Any]) -> Dataset:
 
 
 def read_npz(path: Path) -> Dataset:
-    """Read the arrays train_inputs, train_targets, test_inputs, test_targets, and clients and classes if they are there.
+    """Read train_inputs, train_targets, test_inputs, test_targets, and clients and classes if they are there.
 
     Several inputs are train_inputs.NAME and test_inputs.NAME. Arrays that are not compressed are mapped, not read.
     """

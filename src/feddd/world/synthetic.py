@@ -7,6 +7,7 @@ to learn and say nothing about real images.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,8 @@ def make(name: str) -> ImageDataset:
     )
     pixels = train_images.astype(np.float64) / 255.0
     mean, deviation = (tuple(each.tolist()) for each in (pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))))
-    return ImageDataset(
-        *(train_images, train_labels, test_images, test_labels),
-        **{"classes": CLASSES, "name": name, "mean": mean, "deviation": deviation},
-    )
+    facts: dict[str, Any] = {"name": name, "mean": mean, "deviation": deviation}
+    return ImageDataset(train_images, train_labels, test_images, test_labels, classes=CLASSES, **facts)
 
 
 def _patterns(shape: tuple[int, int, int]) -> NDArray[np.float64]:

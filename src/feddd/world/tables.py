@@ -123,7 +123,8 @@ def _feature(column: Any, name: str, train: NDArray[np.bool_], *, standardise: b
         raise InputError(
             f"text column {name!r} has {len(values)} different values, more than {MOST_VALUES}: leave it out"
         )
-    return (words[:, None] == values[None]).astype(np.float64)
+    hot: NDArray[np.float64] = (words[:, None] == values[None]).astype(np.float64)
+    return hot
 
 
 def _targets(column: Any, name: str, *, classes: bool) -> tuple[NDArray[Any], Sequence[str] | None]:
