@@ -49,6 +49,7 @@ MAY_IMPORT_EVERYTHING = {
 PROMISED = {
     "Aggregator": ["previous", "*units"],
     "Allocation": ["dropout", "round_seconds", "objective"],
+    "Dataset": ["train_inputs", "train_targets", "test_inputs", "test_targets", "clients", "classes"],
     "FedAvg": ["participation", "value_bits", "error_feedback"],
     "FedCS": ["budget", "mode", "deadline_seconds", "value_bits", "error_feedback"],
     "FedDD": [

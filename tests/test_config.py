@@ -57,7 +57,7 @@ def test_an_experiment_cannot_be_changed():
 
 WRONG = [
     ("data.partion=iid", "unknown key data.partion; did you mean 'partition'?"),
-    ("data.partition=noniid_b", "data.partition cannot be 'noniid_b'; did you mean 'noniid-b'?"),
+    ("data.partition=noniid_b", "data.partition: unknown partition 'noniid_b'; did you mean 'noniid-b'?"),
     ("data.dataset=mnst", "did you mean 'mnist'?"),
     ("model.name=mpl", "did you mean 'mlp'?"),
     ("strategy.feddd.budgt=0.5", "strategy.feddd: unknown key budgt; did you mean 'budget'?"),
@@ -86,7 +86,7 @@ WRONG = [
     ("training.epochs=1.5", "should be a valid integer"),
     ("rounds=many", "rounds: should be a valid integer, not 'many'"),
     ("seed=-1", "seed: should be greater than or equal to 0"),
-    ("targets=[2]", "should be less than or equal to 1"),
+    ("targets=[2]", "an accuracy lies above 0 and is at most 1, not 2"),
     ("name='../elsewhere'", "it names a folder"),
     ("data.alpha=1", "alpha belongs to partition dirichlet"),
     ("data.classes_per_client=0", "should be greater than or equal to 1"),

@@ -11,7 +11,7 @@ import pytest
 
 from feddd.errors import InputError
 from feddd.world import datasets, synthetic
-from feddd.world.datasets import Dataset, Spec, load
+from feddd.world.datasets import ImageDataset, Spec, load
 
 REAL_DATA = os.environ.get("FEDDD_DATA")  # read before the fixture below takes it away
 REAL_SPECS = dict(datasets.SPECS)
@@ -204,9 +204,11 @@ def test_an_unknown_name_suggests_the_nearest(wrong: str, near: str) -> None:
 
 
 def test_a_name_like_none_lists_all() -> None:
-    with pytest.raises(InputError, match="'zzz'; known are mnist, fashion-mnist, cifar10, fashion-mnist-mini"):
+    with pytest.raises(
+        InputError, match="'zzz'; known are mnist, fashion-mnist, cifar10, shakespeare, letters, flights"
+    ):
         load("zzz")
-    assert datasets.DATASETS == ("mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini")
+    assert datasets.DATASETS[:3] == ("mnist", "fashion-mnist", "cifar10")
 
 
 def test_the_bundled_data_set_is_balanced_and_needs_no_folder() -> None:
@@ -288,7 +290,8 @@ def test_the_tool_makes_the_bundle_from_the_real_data(tmp_path: Path, monkeypatc
 
 def test_inputs_are_pixels_standardised_per_channel():
     images = np.stack([np.full((2, 2), 51, np.uint8), np.full((2, 2), 255, np.uint8)])[None]
-    data = Dataset("made", images, np.zeros(1, np.int64), images, np.zeros(1, np.int64), 1, (0.2, 0.5), (0.1, 0.25))
+    none = np.zeros(1, np.int64)
+    data = ImageDataset(images, none, images, none, classes=1, mean=(0.2, 0.5), deviation=(0.1, 0.25))
     inputs = data.inputs(images)
     assert inputs.dtype == np.float32
     np.testing.assert_allclose(inputs[0, 0], 0.0, atol=1e-6)

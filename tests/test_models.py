@@ -10,9 +10,11 @@ from torch import nn
 
 from feddd.core.units import units
 from feddd.errors import InputError
-from feddd.world.models import MODELS, build, check_fit, import_object, widths
+from feddd.world.models import MODELS, build, import_object, widths
+from feddd.world.objectives import Objective, check_fit
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
+LABELS = torch.tensor([3, 7])
 COUNTS = [
     ("mlp", GREY, 0, 85_614),
     ("cnn1", GREY, 0, 21_840),
@@ -188,7 +190,7 @@ def test_an_import_path_names_a_callable() -> None:
 
 def test_a_fitting_model_passes_and_keeps_its_mode() -> None:
     model = build("mlp", GREY, 10).train()
-    check_fit(model, torch.zeros(2, *GREY), 10, "mlp")
+    check_fit(model, torch.zeros(2, *GREY), LABELS, Objective(), 10, "mlp")
     assert model.training
 
 
@@ -196,14 +198,14 @@ def test_outputs_of_the_wrong_size_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"model 'mine' gives outputs of shape \(7,\) per sample; the labels need \(10,\)"
     ):
-        check_fit(build("mlp", GREY, 7), torch.zeros(2, *GREY), 10, "mine")
+        check_fit(build("mlp", GREY, 7), torch.zeros(2, *GREY), LABELS, Objective(), 10, "mine")
     with pytest.raises(InputError, match=r"gives outputs of shape tuple per sample"):
-        check_fit(nn.LSTM(28, 10), torch.zeros(2, 28, 28), 10, "mine")
+        check_fit(nn.LSTM(28, 10), torch.zeros(2, 28, 28), LABELS, Objective(), 10, "mine")
 
 
 def test_inputs_that_do_not_fit_are_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"model 'mine' cannot take inputs of shape \(3, 32, 32\)") as caught:
-        check_fit(build("mlp", GREY, 10), torch.zeros(2, *COLOUR), 10, "mine")
+        check_fit(build("mlp", GREY, 10), torch.zeros(2, *COLOUR), LABELS, Objective(), 10, "mine")
     assert "\n" not in str(caught.value)
 
 

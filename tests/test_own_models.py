@@ -245,12 +245,12 @@ def small_models(draw: st.DrawFn) -> nn.Module:
 
 
 def toy_data() -> Any:
-    from feddd.world.datasets import Dataset
+    from feddd.world.datasets import ImageDataset
 
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (24, 2, 10, 10), dtype=np.uint8)
     labels = rng.integers(0, 3, 24)
-    return Dataset("toy", images, labels, images[:2], labels[:2], 3, (0.0, 0.0), (1.0, 1.0))
+    return ImageDataset(images, labels, images[:2], labels[:2], classes=3, mean=(0.0, 0.0), deviation=(1.0, 1.0))
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,9 +19,9 @@ from feddd.experiments.running import build_world
 from feddd.simulation import engine, worker_process
 from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
-from feddd.simulation.samples import Layout, SampleArrays, fill, memory_file
+from feddd.simulation.samples import SampleArrays, fill, lay_out, memory_file
 from feddd.simulation.simulator import EverybodyDiverged, Simulation, World
-from feddd.simulation.training import Samples, Training, gather_images
+from feddd.simulation.training import Samples, Training, gather
 from feddd.simulation.workers import ProcessWorker, WorkerDied, WorkerFailed, mapped
 from feddd.strategies.fedprox import FedProx
 from feddd.strategies.protocol import Task
@@ -93,12 +93,11 @@ def test_sending_for_real_changes_nothing_for_models_of_different_width(colour_w
 def colour_world():
     """Five clients, one of each width of heterogeneous-b, with a few random 32 × 32 colour images."""
     rng = np.random.default_rng(0)
-    data = datasets.Dataset(
-        name="made",
-        train_images=rng.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8),
-        train_labels=np.arange(20) % 10,
-        test_images=rng.integers(0, 256, (10, 3, 32, 32), dtype=np.uint8),
-        test_labels=np.arange(10),
+    data = datasets.ImageDataset(
+        train_inputs=rng.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8),
+        train_targets=np.arange(20) % 10,
+        test_inputs=rng.integers(0, 256, (10, 3, 32, 32), dtype=np.uint8),
+        test_targets=np.arange(10),
         classes=10,
     )
     devices = Devices(np.linspace(1e4, 5e4, 5), np.linspace(2e5, 4e4, 5), np.ones(5))
@@ -185,11 +184,11 @@ def test_a_client_that_diverges_is_left_out_and_gets_the_full_model_next(world):
 
     tensors = SampleArrays.tensors
 
-    def poisoned(arrays, device):
-        train, test = tensors(arrays, device)
-        images = train.inputs(train.images)
+    def poisoned(arrays, device, objective):
+        train, test = tensors(arrays, device, objective)
+        images = train.taken(train.inputs)
         images[first : first + len(world.parts[victim])] *= 1e30
-        return Samples(images, train.labels), test
+        return Samples(images, train.targets), test
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SampleArrays, "tensors", poisoned)
@@ -349,14 +348,7 @@ def test_kept_values_in_files_change_nothing_and_leave_nothing_behind(world, tmp
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_workers_share_one_copy_of_the_samples(world, channels_last):
     data = world.dataset
-    layout = Layout(
-        train=sum(len(part) for part in world.parts),
-        test=len(data.test_labels),
-        image_shape=data.image_shape,
-        channels_last=channels_last,
-        scale=tuple(data.scale.tolist()),
-        shift=tuple(data.shift.tolist()),
-    )
+    layout = lay_out(data, sum(map(len, world.parts)), len(data.test_labels), channels_last=channels_last)
     descriptor = memory_file(layout.nbytes)
     try:
         writer, reader = mapped(descriptor, layout), mapped(descriptor, layout)
@@ -365,12 +357,12 @@ def test_workers_share_one_copy_of_the_samples(world, channels_last):
     finally:
         os.close(descriptor)
     # What one mapping wrote the other sees, and a tensor is that memory: nothing was copied.
-    assert train.images.data_ptr() == reader.train_images.ctypes.data
+    assert train.inputs.data_ptr() == reader.arrays["train_inputs"].ctypes.data
     order = np.concatenate(world.parts)
-    assert np.array_equal(train.labels.numpy(), data.train_labels[order])
+    assert np.array_equal(train.targets.numpy(), data.train_labels[order])
     some = torch.tensor([0, 7, len(order) - 1])
-    assert np.array_equal(gather_images(train, some).numpy(), data.inputs(data.train_images[order[some]]))
-    assert np.array_equal(test.images.numpy(), data.test_images)
+    assert np.array_equal(gather(train, some).numpy(), data.inputs(data.train_images[order[some]]))
+    assert np.array_equal(test.inputs.numpy(), data.test_images)
 
 
 def test_clients_keep_what_they_did_not_send_and_a_full_download_does_not_use_it(world):

@@ -6,9 +6,10 @@ from torch.nn import functional
 
 from feddd.core.streams import stream
 from feddd.core.units import units
+from feddd.simulation.evaluation import Evaluation, evaluate
 from feddd.simulation.stacked import is_chain
 from feddd.simulation.trainers import choose_trainer, make_trainer
-from feddd.simulation.training import Evaluation, Local, Samples, Training, batches, evaluate
+from feddd.simulation.training import Local, Samples, Training, batches
 from feddd.world.models import build
 
 
@@ -164,6 +165,6 @@ def test_evaluations_add_up_to_the_whole_and_know_their_classes(client):
     )
     assert parts.accuracy == whole.accuracy
     assert parts.loss == pytest.approx(whole.loss)
-    some = Evaluation(1.0, np.array([1, 0, 0]), np.array([2, 4, 0]))
+    some = Evaluation(1.0, 6, 1.0, 6.0, np.array([1, 0, 0]), np.array([2, 4, 0]))
     assert some.accuracy == pytest.approx(1 / 6)
     np.testing.assert_array_equal(some.class_accuracy, [0.5, 0.0, np.nan])

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Aggregator": "feddd.core.aggregation",
     "Allocation": "feddd.core.allocation",
+    "Dataset": "feddd.world.dataset",
     "FedAvg": "feddd.strategies.fedavg",
     "FedCS": "feddd.strategies.fedcs",
     "FedDD": "feddd.strategies.feddd",
@@ -51,10 +52,12 @@ if TYPE_CHECKING:
     from feddd.sweeps.results import SweepResults, load_sweep
     from feddd.sweeps.running import resume_sweep, sweep
     from feddd.wire.format import PayloadError, decode, encode, payload_size
+    from feddd.world.dataset import Dataset
 
 __all__ = [
     "Aggregator",
     "Allocation",
+    "Dataset",
     "FedAvg",
     "FedCS",
     "FedDD",

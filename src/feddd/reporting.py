@@ -18,9 +18,10 @@ from rich.table import Table
 from feddd.cli_progress import ProgressLines
 from feddd.experiments.cells import Cell
 from feddd.experiments.config import Experiment
+from feddd.experiments.metrics import Metric, metric_of
 from feddd.experiments.results import Results
 from feddd.experiments.running import Progress as RoundDone
-from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted, percent
+from feddd.experiments.views import human_bytes, human_seconds, lines, not_counted
 from feddd.paper.tables import Drawn
 from feddd.simulation.simulator import RoundRecord
 
@@ -58,6 +59,7 @@ class RunProgress(_Bar):
             console=console,
             disable=hidden or not console.is_terminal,
         )
+        self._metric = metric_of(experiment.model_dump(include={"task"}))
         self._rounds, self._total = experiment.rounds, experiment.rounds * len(experiment.strategy)
         total = self._total
         self._before = {section.label: n * experiment.rounds for n, section in enumerate(experiment.strategy)}
@@ -69,14 +71,14 @@ class RunProgress(_Bar):
         # A run that was resumed begins somewhere in the middle.
         before = self._before[done.label] + done.record.round - 1
         self._bar.update(self._task, completed=before)
-        self.advance(done.label, evaluation.accuracy if evaluation else None)
+        self.advance(done.label, evaluation.metric if evaluation else None)
         if self._lines:
-            words = f"{done.label}, round {done.record.round} of {self._rounds}{_tested(done.record)}"
+            words = f"{done.label}, round {done.record.round} of {self._rounds}{_tested(done.record, self._metric)}"
             self._lines.tell(before / self._total, (before + 1) / self._total, words)
 
-    def advance(self, label: str, accuracy: float | None) -> None:
-        """One more round of this strategy is done."""
-        shown = f" {accuracy:.1%}" if accuracy is not None else ""
+    def advance(self, label: str, value: float | None) -> None:
+        """One more round of this strategy is done; value: of the metric, if it was tested."""
+        shown = f" {self._metric.show(value).replace(' ', '')}" if value is not None else ""
         self._bar.update(self._task, advance=1, description=escape(label), state=f"{shown:>6}")
 
 
@@ -91,12 +93,18 @@ def print_summary(results: Results, clock: str = "simulated") -> None:
     console.print(table)
     missed = [target for target in targets if target not in reached]
     if missed:
-        names = ", ".join(f"{target:.0%}" for target in missed)
+        names = ", ".join(_short_target(results, target) for target in missed)
         console.print(f"No strategy reached {names}.", highlight=False)
     absent = _not_counted(results)
     if absent:
         console.print(absent, soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {results.path / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _short_target(results: Results, target: float) -> str:
+    """80%, or the metric's name and the number."""
+    metric = results.metric
+    return f"{target:.0%}" if metric.percent else f"{metric.name} {metric.show_target(target)}"
 
 
 def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Table:
@@ -107,12 +115,16 @@ def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Ta
         pad_edge=False,
         padding=(0, 0, 0, 1),
     )
-    for column in ("strategy", "accuracy", clock, "bytes", *(f"to {target:.0%}" for target in targets)):
+    metric = results.metric
+    worst = ["worst tenth"] if any("worst_tenth_of_clients" in one for one in _strategies(results).values()) else []
+    goals = [f"to {_short_target(results, target)}" for target in targets]
+    for column in ("strategy", escape(metric.name), *worst, clock, "bytes", *map(escape, goals)):
         table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for label, summary in _strategies(results).items():
         table.add_row(
             escape(label),
-            _or_dash(summary["final_accuracy"], percent),
+            _or_dash(summary["final_metric"], metric.show),
+            *(_or_dash(summary.get("worst_tenth_of_clients"), metric.show) for _ in worst),
             _or_dash(summary["clock_seconds"], human_seconds),
             human_bytes(summary["upload_bytes"] + summary["download_bytes"]),
             *(_time_cell(_time(summary, target)) for target in targets),
@@ -178,7 +190,7 @@ def _strategies(results: Results) -> Mapping[str, Any]:
 
 
 def _time(summary: Mapping[str, Any], target: float) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(time for time in summary["time_to_accuracy"] if time["target"] == target)
+    found: Mapping[str, Any] = next(time for time in summary["time_to_target"] if time["target"] == target)
     return found
 
 
@@ -229,12 +241,13 @@ class ReproduceProgress(_Bar):
         before = self._before[place] + each * (record.round - 1)
         self._bar.update(self._task, completed=before + each, description=escape(f"{what} round {record.round}"))
         if self._lines:
-            words = f"{what}, round {record.round} of {experiment.rounds}{_tested(record)}"
+            metric = metric_of(experiment.model_dump(include={"task"}))
+            words = f"{what}, round {record.round} of {experiment.rounds}{_tested(record, metric)}"
             self._lines.tell(before / self._cost, (before + each) / self._cost, words)
 
 
-def _tested(record: RoundRecord) -> str:
-    return f", accuracy {percent(record.evaluation.accuracy)}" if record.evaluation else ""
+def _tested(record: RoundRecord, metric: Metric) -> str:
+    return f", {metric.name} {metric.show(record.evaluation.metric)}" if record.evaluation else ""
 
 
 def print_rows(tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]], page: Path) -> None:

@@ -20,6 +20,7 @@ from feddd.experiments.config import parse_experiment
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import EngineName, Simulation, World
 from feddd.strategies.protocol import Strategy
+from feddd.world.datasets import ImageDataset
 
 Step = Callable[[], float]
 """Does a round and says how many seconds it took."""
@@ -154,6 +155,7 @@ def write_work(world: World, weights: Mapping[str, np.ndarray[Any, Any]], folder
     """The work of a round as files that any program can read; see the peers for their names."""
     order = np.concatenate([np.asarray(part) for part in world.parts])
     data = world.dataset
+    assert isinstance(data, ImageDataset)
     np.save(folder / "images.npy", data.inputs(data.train_images[order]).reshape(len(order), -1))
     np.save(folder / "labels.npy", data.train_labels[order].astype(np.int64))
     arrays = list(weights.values())

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment
+from feddd.experiments.data import write_data_facts
 from feddd.experiments.folders import Lock, keep_identity, model_file, write_model
 from feddd.experiments.methods import construct
 from feddd.experiments.results import CHECKPOINTS, SCHEMAS, Results, load_results, summarise
@@ -233,6 +234,7 @@ def write_strategy(
         checkpoints = Checkpoints(folder, 0, section.label, section.build(), checkpoint_seconds)
         with Tables(folder, seed=experiment.seed) as tables, following or nobody as told:
             tables.write_partition(label_counts_of(simulation.world))
+            write_data_facts(folder, experiment, simulation.world)
             for record in simulate_rounds(simulation, experiment, checkpoints, tables, told):
                 watch(record)
         if whole:

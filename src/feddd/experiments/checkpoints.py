@@ -28,7 +28,7 @@ from feddd.simulation.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from feddd.strategies.packing import MALFORMED, CannotBeSaved
 from feddd.strategies.protocol import Strategy
 
-FORMAT = 3
+FORMAT = 4
 KEEP = 2
 SHARE = 0.01
 """Checkpoints take at most this share of a run's time: the dearer, the fewer."""

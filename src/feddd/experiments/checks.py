@@ -11,6 +11,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from feddd.files import parse_json, read_text
+
 # A table may have so many rows for every byte of its file, and a few without: real ones have less than one. A file of
 # a few bytes can announce billions, all the same.
 ROWS_PER_BYTE, ROWS_BESIDES = 4, 100_000
@@ -28,6 +30,12 @@ class _Strategy(BaseModel):
     participation: float = 1.0
 
 
+class _Task(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    metric: Annotated[str, Field(max_length=_MOST_CHARACTERS)] = "accuracy"
+    higher_is_better: bool = True
+
+
 class _Config(BaseModel):
     """Of a resolved config, what tables and pages are made from; other versions may have other keys."""
 
@@ -35,7 +43,8 @@ class _Config(BaseModel):
     name: str
     seed: int
     rounds: int
-    targets: list[Annotated[float, Field(gt=0, le=1)]]
+    targets: list[Annotated[float, Field(ge=-_MOST_NUMBER, le=_MOST_NUMBER)]]
+    task: _Task = _Task()
     data: dict[str, Any] = {}
     fleet: dict[str, Any] = {}
     model: dict[str, Any] = {}
@@ -67,12 +76,30 @@ def read_checked(path: Path, schema: Any) -> Any:
     except KeyError as error:
         raise ValueError(f"{path.name} has no column {error}") from None
     with file:
+        # Tables from before metrics had names: what was tested is the accuracy.
+        older = "test_metric" in schema.names and "test_metric" not in file.schema_arrow.names
+        wanted, schema = schema, _without_metric(schema) if older else schema
         for field in schema:
             at = file.schema_arrow.get_field_index(field.name)  # −1 also where there are two
             found = file.schema_arrow.field(at).type if at >= 0 else None
             if found != (_WORDS if field.name in texts else field.type):
                 raise ValueError(f"{path.name}: the column {field.name} is {found or 'missing'}, not {field.type}")
-        return pa.Table.from_batches(_bounded(file, schema, path), schema=schema)
+        found = pa.Table.from_batches(_bounded(file, schema, path), schema=schema)
+        return found.append_column("test_metric", found["test_accuracy"]).select(wanted.names) if older else found
+
+
+def _without_metric(schema: Any) -> Any:
+    return schema.remove(schema.get_field_index("test_metric"))
+
+
+def read_names(path: Path, key: str) -> tuple[str, ...]:
+    """The names that a run's data.json has under a key; none where it has none that can be shown."""
+    try:
+        found = parse_json(read_text(path)).get(key, []) if path.is_file() else []
+    except (OSError, ValueError):
+        return ()
+    fine = isinstance(found, list) and all(isinstance(name, str) and len(name) <= _MOST_CHARACTERS for name in found)
+    return tuple("".join(c if c.isprintable() else "\ufffd" for c in name) for name in found) if fine else ()
 
 
 def _bounded(file: Any, schema: Any, path: Path) -> Iterator[Any]:

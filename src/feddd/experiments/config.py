@@ -26,18 +26,18 @@ from feddd.experiments.methods import (
     explain,
     imported,
 )
+from feddd.experiments.problem import Count, DataSection, Positive, Section, TaskSection
 from feddd.simulation.faults import Faults
 from feddd.strategies.protocol import Strategy
 from feddd.strategies.server_optimizers import WithServerOptimizer
 from feddd.strategies.with_rules import WithRules
 from feddd.world.models import MODELS, SOFTMAX, known
+from feddd.world.objectives import LOSSES, Objective
 
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Range = Positive | tuple[Positive, Positive]
 
@@ -48,35 +48,7 @@ def _goes_up(value: Range | None) -> Range | None:
     return value
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataSection(_Section):
-    """Which data, and how it is spread over the clients.
-
-    validation_share: hold out so much of the training samples and test on them, never on the test set: for choosing
-    """
-
-    dataset: Literal[
-        "mnist", "fashion-mnist", "cifar10", "fashion-mnist-mini", "synthetic-grey", "synthetic-colour"
-    ] = "mnist"
-    partition: Literal["iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet"] = "noniid-b"
-    classes_per_client: Count | None = None
-    alpha: Positive | None = None
-    train_limit: Count | None = None
-    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-
-    @model_validator(mode="after")
-    def _keys_belong_to_the_partition(self) -> DataSection:
-        if self.classes_per_client is not None and self.partition not in ("noniid-b", "imbalanced"):
-            raise ValueError("classes_per_client belongs to partition noniid-b or imbalanced")
-        if self.alpha is not None and self.partition != "dirichlet":
-            raise ValueError("alpha belongs to partition dirichlet")
-        return self
-
-
-class FleetSection(_Section):
+class FleetSection(Section):
     """Links and devices: `[low, high]` is drawn uniformly per client, one number is the same for all."""
 
     clients: Count = 100
@@ -118,7 +90,7 @@ class FleetSection(_Section):
         return given
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function.
 
     output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
@@ -155,7 +127,7 @@ class ModelSection(_Section):
         return self.name + (SOFTMAX if self.output else "")
 
 
-class TrainingSection(_Section):
+class TrainingSection(Section):
     """Local SGD; trainer "auto" is replaced by the one that the model gets when a run resolves its config."""
 
     epochs: Count = 1
@@ -165,7 +137,7 @@ class TrainingSection(_Section):
     device: str = "cpu"
 
 
-class FaultsSection(_Section):
+class FaultsSection(Section):
     """How the fleet misbehaves, and how long a round waits for it; see `simulation.faults.Faults`."""
 
     unreliable: Share = 1.0
@@ -254,18 +226,19 @@ class StrategySection(BaseModel):
         return WithServerOptimizer(built, construct_server(server)) if server else built
 
 
-class Experiment(_Section):
+class Experiment(Section):
     """One experiment: everything that its tables are a function of."""
 
     name: str = "experiment"
     seed: Annotated[int, Field(ge=0, strict=True, lt=2**63)] = 0
     rounds: Count = 100
     evaluate_every: Count = 1
-    targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.8, 0.85, 0.88, 0.9)
+    targets: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = (0.8, 0.85, 0.88, 0.9)
     data: DataSection = DataSection()
     fleet: FleetSection = FleetSection()
     model: ModelSection = ModelSection()
     training: TrainingSection = TrainingSection()
+    task: TaskSection | None = None
     faults: FaultsSection | None = None
     strategy: tuple[StrategySection, ...] = Field(
         default_factory=lambda: tuple(StrategySection.model_validate({"name": name}) for name in COMPARED)
@@ -277,6 +250,29 @@ class Experiment(_Section):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
             raise ValueError(f"{value!r} must consist of letters, digits, '.', '_' and '-': it names a folder")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_targets_of_another_metric(cls, given: Any) -> Any:
+        """Targets that were left out are accuracies: under another metric there are none."""
+        task = given.get("task") if isinstance(given, dict) else None
+        other = (
+            isinstance(task, dict) and task.get("metric", LOSSES.get(task.get("loss", ""), "accuracy")) != "accuracy"
+        )
+        return {"targets": ()} | given if other else given
+
+    @field_validator("task")
+    @classmethod
+    def _only_what_is_different(cls, value: TaskSection | None) -> TaskSection | None:
+        """An experiment that says what is the default says nothing: it is the same as one that does not."""
+        return None if value == TaskSection.model_validate({}) else value
+
+    @model_validator(mode="after")
+    def _targets_are_accuracies(self) -> Experiment:
+        wrong = next((each for each in self.targets if not 0 < each <= 1), None)
+        if wrong is not None and self.objective.metric == "accuracy":
+            raise ValueError(f"targets: an accuracy lies above 0 and is at most 1, not {wrong:g}")
+        return self
 
     @field_validator("strategy")
     @classmethod
@@ -290,9 +286,15 @@ class Experiment(_Section):
         return value
 
     @property
+    def objective(self) -> Objective:
+        """The loss and the metric."""
+        return self.task.build() if self.task else Objective()
+
+    @property
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
-        names = [self.model.name, self.model.units or ""]
+        names = [self.model.name, self.model.units or "", self.data.dataset, self.data.partition]
+        names += [self.objective.loss, self.objective.metric]
         for section in self.strategy:
             names += [section.name, section.options.get("server", {}).get("name", "")]
             names += [rule["name"] for rule in section.options.get("local", ())]

@@ -15,8 +15,8 @@ from feddd.experiments.checkpoints import move_last
 from feddd.experiments.folders import IDENTITY, recorded
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.results import CHECKPOINTS, LAST, SCHEMAS, read_table
-from feddd.experiments.resuming import TABLES, finished_strategies
-from feddd.experiments.tables import Rows
+from feddd.experiments.resuming import finished_strategies
+from feddd.experiments.tables import WRITTEN, Rows
 from feddd.files import write_atomically
 
 
@@ -38,7 +38,7 @@ def extend(folder: Path, rounds: int) -> None:
     if kept.is_file():
         write_atomically(folder / CHECKPOINTS / IDENTITY, kept.read_bytes())
     finished, _ = finished_strategies(folder, experiment)
-    tables = {name: read_table(folder, name) for name in TABLES} if finished else {}
+    tables = {name: read_table(folder, name) for name in WRITTEN} if finished else {}
     for place, label in enumerate(finished):  # those that come first
         move_last(folder, place, functools.partial(rows_until, tables, experiment.evaluate_every, label))
     longer = recorded(experiment.model_copy(update={"rounds": rounds}))

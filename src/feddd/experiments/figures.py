@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from feddd.experiments.metrics import common_metric
 from feddd.experiments.plotting import (
     HATCHES,
     legend_or_note,
@@ -53,7 +54,7 @@ _MOST_LETTERS = 16
 
 
 def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -> Figure:
-    """Test accuracy over rounds, simulated time or bytes both ways; a band from lowest to highest of several runs."""
+    """The test metric over rounds, simulated time or bytes both ways; a band from lowest to highest of several runs."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = plain_axes(figure)
     legend_or_note(axes, draw_accuracy(axes, lines(results), abscissa), "nothing tested yet")
@@ -81,10 +82,12 @@ def draw_accuracy(axes: Axes, shown: Sequence[Line], abscissa: Abscissa) -> bool
             "bytes": f"uploaded and downloaded ({byte_name})",
         }[abscissa]
     )
-    axes.set_ylabel("test accuracy")
-    # Steps of which none is a fraction of a percent: 22.5 would be written as 22 or 23.
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    metric = common_metric(line.runs[0].config for line in shown)
+    axes.set_ylabel(plain_text(f"test {metric.name}"))
+    if metric.percent:
+        # Steps of which none is a fraction of a percent: 22.5 would be written as 22 or 23.
+        axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(alpha=0.25)
     return bool(drawn)
 
@@ -119,8 +122,9 @@ def draw_targets(axes: Axes, shown: Sequence[Line], goals: Sequence[float]) -> N
                 upright(axes, at, missing_bar(line, one), line.colour)
     if relative:
         axes.axhline(1, color="0.4", linewidth=0.8)
-    axes.set_xticks(range(len(goals)), [f"{100 * target:g} %" for target in goals])
-    axes.set_xlabel("target accuracy")
+    metric = common_metric(line.runs[0].config for line in shown)
+    axes.set_xticks(range(len(goals)), [metric.show_target(target) for target in goals])
+    axes.set_xlabel(plain_text(f"target {metric.name}"))
     axes.set_ylabel("time to target, FedAvg = 1" if relative else f"time to target ({unit})")
 
 
@@ -224,8 +228,9 @@ def partition_figure(results: Sequence[Results]) -> Figure:
             empty_is_blank, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis", vmin=0
         )
         title = f"{plain_text(str(run.config['name']))}, seed {run.config['seed']}"
-        axes.set(title=title, xlabel="client", ylabel="label")
-        axes.set_yticks(range(len(matrix.rows)), [str(label) for label in matrix.rows])
+        axes.set(title=title, xlabel="client", ylabel="label" if len(matrix.rows) > 1 else "")
+        names = [plain_text(run.class_name(label)[:_MOST_LETTERS]) for label in matrix.rows]
+        axes.set_yticks(range(len(matrix.rows)), names if len(names) > 1 else ["all"])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=axes, label="samples")
     if not panels:

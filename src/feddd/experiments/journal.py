@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from feddd.experiments.results import SCHEMAS
-from feddd.experiments.tables import Rows
+from feddd.experiments.tables import WRITTEN, Rows
 
-_NAMES = ("rounds", "clients", "classes", "timings")
+_NAMES = WRITTEN
 _HEAD = struct.Struct("<BQ")  # which table, and how many bytes its rows have
 
 

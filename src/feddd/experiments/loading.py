@@ -15,6 +15,7 @@ from feddd.experiments.methods import COMPARED
 from feddd.experiments.presets import presets
 from feddd.files import parse_toml, read_text
 from feddd.world.models import import_from
+from feddd.world.sources import is_path_of_data
 
 
 def load_experiment(
@@ -126,9 +127,11 @@ def toml_value(text: str, option: str) -> Any:
 
 
 def _relative_to(document: dict[str, Any], where: str) -> None:
-    """A fleet file is looked for beside the experiment that names it, then in the current folder."""
-    fleet = document.get("fleet")
-    if isinstance(fleet, dict) and isinstance(fleet.get("file"), str) and where not in presets():
-        beside = Path(where).parent.absolute() / fleet["file"]
-        here = Path(fleet["file"]).absolute()
-        fleet["file"] = str(here if here.is_file() and not beside.is_file() else beside)
+    """A file or folder is looked for beside the experiment that names it, then in the current folder."""
+    if where in presets():
+        return
+    for section, key, is_path in (("fleet", "file", lambda _: True), ("data", "dataset", is_path_of_data)):
+        table = document.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str) and is_path(table[key]):
+            beside, here = Path(where).parent.absolute() / table[key], Path(table[key]).absolute()
+            table[key] = str(here if here.exists() and not beside.exists() else beside)

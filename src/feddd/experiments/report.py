@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from feddd.errors import InputError
+from feddd.experiments.metrics import common_metric
 from feddd.experiments.report_data import page_data
 from feddd.experiments.results import Results, summarise
 from feddd.experiments.views import (
@@ -24,8 +25,8 @@ from feddd.experiments.views import (
     human_bytes,
     human_seconds,
     lines,
+    metric_of_all,
     not_counted,
-    percent,
     reach,
     rounds_done,
     targets,
@@ -68,6 +69,7 @@ def render(results: Sequence[Results], refresh_seconds: int | None = None, addit
     data = page_data(results) | {"sweep": addition.data if addition else None}
     parts = {
         "refresh": f'<meta http-equiv="refresh" content="{refresh_seconds}">\n' if refresh_seconds else "",
+        "metric": escape(metric_of_all(results).name),
         "title": escape(addition.title if addition else ", ".join(name for name, _ in experiments(results))),
         "facts": "".join(f"<li>{escape(fact)}</li>" for fact in facts(results)),
         "unfinished": _unfinished(results),
@@ -99,7 +101,7 @@ def facts(results: Sequence[Results]) -> list[str]:
         data, fleet, model = (config.get(key, {}) for key in ("data", "fleet", "model"))
         seeds = ", ".join(str(run.config["seed"]) for run in runs)
         words = [
-            " ".join(str(data[key]) for key in ("dataset", "partition") if key in data),
+            " ".join(str(data[key]).rstrip("/").rpartition("/")[2] for key in ("dataset", "partition") if key in data),
             str(model.get("name", "")),
             f"{fleet['clients']} clients" if "clients" in fleet else "",
             f"{config['rounds']} rounds",
@@ -116,7 +118,7 @@ def sentences(results: Sequence[Results]) -> list[str]:
     shown = lines(results)
     for name, runs in groups:
         mine = [line for line in shown if line.runs[0] is runs[0]]
-        goals = sorted(float(target) for target in runs[0].config["targets"])
+        goals = runs[0].metric.hardest_last(float(target) for target in runs[0].config["targets"])
         prefix = f"{name}: " if len(groups) > 1 else ""
         said.append(prefix + " ".join(part for part in (_comparison(mine, goals), _accuracies(mine)) if part))
     return said
@@ -136,7 +138,8 @@ def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
         )
         if first:
             rest = [line for line in others if line.label not in first]
-            parts = [_cost(label, reached[label], goal, reference.label, label == first[0]) for label in first]
+            target = _goal(reference, goal)
+            parts = [_cost(label, reached[label], target, reference.label, label == first[0]) for label in first]
             parts += [f"{line.label} {_shortfall(line, reached[line.label])}" for line in rest]
             return "; ".join(parts) + "."
         if any(one.seconds for one in reached.values()) and not reach(reference, goal).seconds:
@@ -144,14 +147,22 @@ def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
                 (label for label in reached if reached[label].seconds), key=lambda at: fmean(reached[at].seconds)
             )
             time = human_seconds(fmean(reached[best].seconds))
-            return f"{best} reached {100 * goal:g} % in {time}, {reference.label} {_never(reference)}."
-    return f"No target accuracy was reached by both {reference.label} and another strategy." if others and goals else ""
+            return f"{best} reached {_goal(reference, goal)} in {time}, {reference.label} {_never(reference)}."
+    name = reference.metric.name
+    return f"No target {name} was reached by both {reference.label} and another strategy." if others and goals else ""
 
 
-def _cost(label: str, one: Reach, goal: float, reference: str, leads: bool) -> str:
+def _goal(line: Line, goal: float) -> str:
+    """A target as a sentence has it; an accuracy needs no name beside its percent."""
+    return (
+        line.metric.show_target(goal) if line.metric.percent else f"{line.metric.name} {line.metric.show_target(goal)}"
+    )
+
+
+def _cost(label: str, one: Reach, goal: str, reference: str, leads: bool) -> str:
     time, amount = fmean(one.time_ratios), fmean(one.byte_ratios)
     if leads:
-        return f"{label} reached {100 * goal:g} % in {time:.2f} × {reference}'s time, with {amount:.2f} × the bytes"
+        return f"{label} reached {goal} in {time:.2f} × {reference}'s time, with {amount:.2f} × the bytes"
     return f"{label} in {time:.2f} × the time, with {amount:.2f} × the bytes"
 
 
@@ -167,8 +178,9 @@ def _accuracies(shown: Sequence[Line]) -> str:
     last = [(line.label, found.mean[-1]) for line in shown if (found := curve(line)).mean]
     if not last:
         return "No model was tested yet."
-    head = "Final test accuracy" if all(line.finished for line in shown) else "Test accuracy so far"
-    return f"{head}: " + ", ".join(f"{label} {percent(accuracy)}" for label, accuracy in last) + "."
+    metric = shown[0].metric
+    head = f"Final test {metric.name}" if all(line.finished for line in shown) else f"Test {metric.name} so far"
+    return f"{head}: " + ", ".join(f"{label} {metric.show(value)}" for label, value in last) + "."
 
 
 def _unfinished(results: Sequence[Results]) -> str:
@@ -187,27 +199,30 @@ def _unfinished(results: Sequence[Results]) -> str:
 
 
 def _summary_table(shown: Sequence[Line]) -> str:
-    head = ("strategy", "rounds", "final accuracy", "best accuracy", "simulated time", "uploaded", "downloaded")
-    columns = (
-        ("rounds", "{:g}".format),
-        ("final_accuracy", percent),
-        ("best_accuracy", percent),
-        ("clock_seconds", human_seconds),
-        ("upload_bytes", human_bytes),
-        ("download_bytes", human_bytes),
+    metric = common_metric(line.runs[0].config for line in shown)
+    columns: tuple[tuple[str, str, Any], ...] = (
+        ("rounds", "rounds", "{:g}".format),
+        (f"final {metric.name}", "final_metric", metric.show),
+        (f"best {metric.name}", "best_metric", metric.show),
+        ("simulated time", "clock_seconds", human_seconds),
+        ("uploaded", "upload_bytes", human_bytes),
+        ("downloaded", "download_bytes", human_bytes),
     )
+    if any(run.tables["client_metrics"].num_rows for line in shown for run in line.runs):
+        columns = (*columns, (f"{metric.name} of the worst tenth of clients", "worst_tenth_of_clients", metric.show))
     summaries = {id(run): summarise(run)["strategies"] for line in shown for run in line.runs}
     rows = []
     for line in shown:
         mine = [summaries[id(run)][line.strategy] for run in line.runs]
         mark = "" if line.finished else ' <em class="mark">unfinished</em>'
-        rows.append([_key(line) + mark, *(_spread([one[name] for one in mine], show) for name, show in columns)])
-    return _table(head, rows)
+        rows.append([_key(line) + mark, *(_spread([one.get(key) for one in mine], show) for _, key, show in columns)])
+    return _table(("strategy", *(name for name, _, _ in columns)), rows)
 
 
 def _target_table(shown: Sequence[Line], goals: Sequence[float]) -> str:
     rows = [[_key(line), *(_reach_cell(line, reach(line, goal)) for goal in goals)] for line in shown]
-    return _table(("strategy", *(f"{100 * goal:g} %" for goal in goals)), rows)
+    metric = common_metric(line.runs[0].config for line in shown)
+    return _table(("strategy", *(metric.show_target(goal) for goal in goals)), rows)
 
 
 def _reach_cell(line: Line, one: Reach) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from feddd.experiments.metrics import common_metric
 from feddd.experiments.results import Results
 from feddd.experiments.views import (
     Line,
@@ -17,6 +18,7 @@ from feddd.experiments.views import (
     curve,
     dropout_matrix,
     lines,
+    metric_of_all,
     missing_bar,
     partition_matrix,
     reach,
@@ -37,7 +39,9 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
     curves = [(line, curve(line)) for line in shown]
     seconds, time_name = time_unit(max((found.seconds[-1] for _, found in curves if found.seconds), default=0))
     amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in curves if found.bytes), default=0))
+    metric = metric_of_all(results)
     return {
+        "metric": {"name": metric.name, "percent": metric.percent},
         "axes": {
             "rounds": "round",
             "time": f"simulated time ({time_name})",
@@ -68,11 +72,14 @@ def page_data(results: Sequence[Results]) -> dict[str, Any]:
             for run in line.runs
         ],
         "partitions": [
-            {"label": f"{run.config['name']}, seed {run.config['seed']}", **_heat(matrix, x=_names(run))}
+            {
+                "label": f"{run.config['name']}, seed {run.config['seed']}",
+                **_heat(matrix, x=_names(run), y=_class_names(run, matrix)),
+            }
             for run in results
             if (matrix := partition_matrix(run)) is not None
         ],
-        "classes": [{**_style(line), **_classes(class_accuracies(line))} for line in shown],
+        "classes": [{**_style(line), **_classes(line.runs[0], class_accuracies(line))} for line in shown],
     }
 
 
@@ -95,7 +102,8 @@ def _reached(shown: Sequence[Line], goals: Sequence[float]) -> dict[str, Any]:
                 "words": [None if bar else missing_bar(line, one) for bar, one in zip(bars, row, strict=True)],
             }
         )
-    return {"goals": [f"{100 * goal:g} %" for goal in goals], "relative": relative, "unit": unit, "lines": lines}
+    metric = common_metric(line.runs[0].config for line in shown)
+    return {"goals": [metric.show_target(goal) for goal in goals], "relative": relative, "unit": unit, "lines": lines}
 
 
 def _style(line: Line) -> dict[str, Any]:
@@ -143,9 +151,16 @@ def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
     return rounds
 
 
-def _classes(accuracies: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+def _class_names(run: Results, matrix: Matrix) -> Callable[[int], str | int]:
+    """How pictures call the classes; where there are none, all samples are in one row."""
+    if len(matrix.rows) == 1 and not run.classes:
+        return lambda _: "all"
+    return (lambda label: run.class_name(label)[:_MOST_LETTERS]) if run.classes else int
+
+
+def _classes(run: Results, accuracies: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     return {
-        "x": list(accuracies),
+        "x": [run.class_name(label)[:_MOST_LETTERS] if run.classes else label for label in accuracies],
         "mean": _short(fmean(values) for values in accuracies.values()),
         "low": _short(min(values) for values in accuracies.values()),
         "high": _short(max(values) for values in accuracies.values()),

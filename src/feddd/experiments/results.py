@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from feddd.errors import InputError
-from feddd.experiments.checks import check_config, read_checked
+from feddd.experiments.checks import check_config, read_checked, read_names
+from feddd.experiments.metrics import ACCURACY, Metric, metric_of
 from feddd.files import parse_json, parse_toml, read_text
 from feddd.world.fleets import read_csv
 
@@ -28,6 +29,9 @@ LAST = "last"
 FLEET_FILE = "fleet.csv"
 """In the folder of a run whose fleet came from a file: a copy of it."""
 
+DATA_FILE = "data.json"
+"""In the folder of a run on data of one's own: its shapes, its digest, and the names of classes and clients."""
+
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 
 SCHEMAS: Mapping[str, Any] = {
@@ -39,6 +43,7 @@ SCHEMAS: Mapping[str, Any] = {
             ("round_seconds", _FLOAT),
             ("clock_seconds", _FLOAT),
             ("test_accuracy", _FLOAT),
+            ("test_metric", _FLOAT),
             ("test_loss", _FLOAT),
             ("train_loss", _FLOAT),
             ("upload_bytes", _INT),
@@ -70,6 +75,9 @@ SCHEMAS: Mapping[str, Any] = {
     "timings": pa.schema(
         [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("phase", _TEXT), ("wall_seconds", _FLOAT)]
     ),
+    "client_metrics": pa.schema(
+        [("strategy", _TEXT), ("seed", _INT), ("round", _INT), ("client", _INT), ("metric", _FLOAT)]
+    ),
     "partition": pa.schema([("client", _INT), ("label", _INT), ("samples", _INT)]),
 }
 
@@ -86,11 +94,21 @@ class Results:
 
     @functools.cached_property
     def clients(self) -> tuple[str, ...]:
-        """The clients' names, where the fleet came from a file: those in the folder's copy of it."""
+        """The clients' names: those in the folder's copy of the fleet's file, else those that the data came with."""
         # A config may come from a stranger: no other file that it names is read.
         path = self.path / FLEET_FILE
         named = self.config.get("fleet", {}).get("file") == FLEET_FILE and path.is_file()
-        return read_csv(path).clients if named else ()
+        return read_csv(path).clients if named else read_names(self.path / DATA_FILE, "clients")
+
+    @functools.cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, where the data has them."""
+        return read_names(self.path / DATA_FILE, "classes")
+
+    @property
+    def metric(self) -> Metric:
+        """What the global model is tested by."""
+        return metric_of(self.config)
 
     @property
     def labels(self) -> list[str]:
@@ -100,6 +118,10 @@ class Results:
     def client_name(self, client: int) -> str:
         """What a client is called: as in the fleet's file, else by its number."""
         return self.clients[client] if 0 <= client < len(self.clients) else str(client)
+
+    def class_name(self, label: int) -> str:
+        """What a class is called: as in the data, else by its number."""
+        return self.classes[label] if 0 <= label < len(self.classes) else str(label)
 
     def rows(self, table: str, **equal: object) -> list[dict[str, Any]]:
         """The rows of a table whose columns equal the given values, as dicts."""
@@ -147,43 +169,64 @@ def _read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_text(path)) if path.is_file() else {}
 
 
-def time_to_accuracy(rounds: Sequence[Mapping[str, Any]], target: float) -> float | None:
-    """Simulated seconds until the test accuracy first reaches `target`; None if it never does.
+def time_to_target(rounds: Sequence[Mapping[str, Any]], target: float, metric: Metric = ACCURACY) -> float | None:
+    """Simulated seconds until the test metric first reaches `target`; None if it never does.
 
     rounds: the rows of one strategy and seed, in order.
     """
     for row in rounds:
-        if row["test_accuracy"] is not None and row["test_accuracy"] >= target:
+        value = metric.tested(row)
+        if value is not None and metric.reached(value, target):
             return None if row["clock_seconds"] is None else float(row["clock_seconds"])
     return None
 
 
 def summarise(results: Results) -> dict[str, Any]:
-    """Per strategy: final and best accuracy, clock, bytes, time to each target and its ratio to FedAvg's."""
-    targets = [float(target) for target in results.config["targets"]]
+    """Per strategy: final and best metric, clock, bytes, time to each target and its ratio to FedAvg's.
+
+    Where the metric is the accuracy it is there under that name too.
+    """
+    metric, config = results.metric, results.config
+    targets = [float(target) for target in config["targets"]]
     rounds = {label: results.rows("rounds", strategy=label) for label in results.labels}
-    times = {label: {target: time_to_accuracy(rows, target) for target in targets} for label, rows in rounds.items()}
-    reference = reference_label(results.config)
+    times = {label: {at: time_to_target(rows, at, metric) for at in targets} for label, rows in rounds.items()}
+    reference = reference_label(config)
     strategies = {}
     for label, rows in rounds.items():
-        accuracies = [row["test_accuracy"] for row in rows if row["test_accuracy"] is not None]
+        values = [value for row in rows if (value := metric.tested(row)) is not None]
+        final, best = values[-1] if values else None, metric.best(values)
+        reached = [
+            {
+                "target": target,
+                "seconds": times[label][target],
+                "ratio_to_fedavg": _ratio(times[label][target], times[reference][target] if reference else None),
+            }
+            for target in targets
+        ]
         strategies[label] = {
             "rounds": len(rows),
-            "final_accuracy": accuracies[-1] if accuracies else None,
-            "best_accuracy": max(accuracies, default=None),
+            "final_metric": final,
+            "best_metric": best,
+            "final_accuracy": final if metric.percent else None,
+            "best_accuracy": best if metric.percent else None,
             "clock_seconds": rows[-1]["clock_seconds"] if rows else None,
             "upload_bytes": sum(row["upload_bytes"] or 0 for row in rows),
             "download_bytes": sum(row["download_bytes"] or 0 for row in rows),
-            "time_to_accuracy": [
-                {
-                    "target": target,
-                    "seconds": times[label][target],
-                    "ratio_to_fedavg": _ratio(times[label][target], times[reference][target] if reference else None),
-                }
-                for target in targets
-            ],
+            "time_to_target": reached,
+            "time_to_accuracy": reached if metric.percent else [],
         }
-    return {"name": results.config["name"], "seed": results.config["seed"], "strategies": strategies}
+        worst = worst_tenth(results, label)
+        if worst is not None:
+            strategies[label]["worst_tenth_of_clients"] = worst
+    about = {"name": metric.name, "higher_is_better": metric.higher_is_better}
+    return {"name": config["name"], "seed": config["seed"], "metric": about, "strategies": strategies}
+
+
+def worst_tenth(results: Results, label: str) -> float | None:
+    """The metric of the last model tested, over the worst tenth of clients on their own data; None if not recorded."""
+    rows = [row for row in results.rows("client_metrics", strategy=label) if row["metric"] is not None]
+    last = max((row["round"] for row in rows), default=None)
+    return results.metric.worst_tenth([row["metric"] for row in rows if row["round"] == last])
 
 
 def reference_label(config: Mapping[str, Any]) -> str | None:

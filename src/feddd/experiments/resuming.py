@@ -32,15 +32,14 @@ from feddd.experiments.folders import (
     write_environment,
 )
 from feddd.experiments.results import CHECKPOINTS, read_table
-from feddd.experiments.tables import Rows
+from feddd.experiments.tables import WRITTEN, Rows
 from feddd.files import write_atomically
 from feddd.simulation.simulator import Simulation
 from feddd.simulation.workers import WorkerDied
 from feddd.world.models import import_folder, import_from, import_object
+from feddd.world.sources import is_own
 
 log = logging.getLogger("feddd")
-
-TABLES = ("rounds", "clients", "classes", "timings")
 
 
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
@@ -53,13 +52,15 @@ def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     devices = world.devices
     for array in (
         *world.parts,
-        world.dataset.train_labels,
+        world.dataset.train_targets,
         *(np.asarray(getattr(devices, name)) for name in sorted(vars(devices))),
         *(tensor.detach().cpu().numpy() for tensor in simulation.initial.values()),
     ):
         digest.update(np.ascontiguousarray(array).tobytes())
     if world.units is not None:
         digest.update(simulation.units.digest)
+    if is_own(experiment.data.dataset):
+        digest.update(world.dataset.digest().encode())
     return {"sha256": digest.hexdigest(), "imports": import_folders(experiment)}
 
 
@@ -120,7 +121,7 @@ def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str]
     """The strategies that need not run again, and their rows: their model is written after all of their rows."""
     labels = [section.label for section in experiment.strategy]
     try:
-        tables = {name: read_table(folder, name) for name in TABLES}
+        tables = {name: read_table(folder, name) for name in WRITTEN}
         finished = list(takewhile(lambda label: _is_finished(folder, experiment, label, tables), labels))
     except (OSError, pa.ArrowException) as error:
         log.warning("the tables in %s cannot be read (%s); all strategies begin again", folder, error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +18,7 @@ from feddd.core.streams import stream
 from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment, FleetSection
+from feddd.experiments.data import divide, load_data, write_data_facts
 from feddd.experiments.extending import extend, is_longer
 from feddd.experiments.folders import (
     Lock,
@@ -41,12 +41,14 @@ from feddd.experiments.resuming import (
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
 from feddd.simulation.proof import Trial, settle_trainer
-from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
+from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World, try_model
+from feddd.simulation.trainers import obstacle_of
 from feddd.simulation.training import Training
 from feddd.simulation.worker_process import WorkerPool
 from feddd.strategies.protocol import start
 from feddd.tracking.following import Following, Trackers, Wanted, remembered
-from feddd.world import datasets, fleets, models, partitions, synthetic
+from feddd.world import fleets, models
+from feddd.world.dataset import Dataset
 
 log = logging.getLogger("feddd")
 
@@ -158,6 +160,7 @@ def _simulate(
     with Tables(folder, seed=experiment.seed, then=lambda: report_so_far(folder)) as tables:
         tables.restore(rows)
         tables.write_partition(label_counts_of(simulation.world))
+        write_data_facts(folder, experiment, simulation.world)
         report_so_far(folder)
         for place, section in enumerate(experiment.strategy):
             if section.label in finished:
@@ -185,7 +188,9 @@ def simulate_rounds(
     tables.restore(before)
     following.begin([row for name, batch in before if name == "rounds" for row in batch.to_pylist()])
     rounds = experiment.rounds
-    for record in simulation.run(checkpoints.strategy, rounds, evaluate_every=experiment.evaluate_every, after=after):
+    each = experiment.task is not None and experiment.task.evaluate_clients
+    testing: dict[str, Any] = {"evaluate_every": experiment.evaluate_every, "evaluate_clients": each}
+    for record in simulation.run(checkpoints.strategy, rounds, **testing, after=after):
         added = tables.add(checkpoints.label, record)
         following.log(added[0][1].to_pylist()[0])
         yield record
@@ -234,47 +239,19 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
 
     prove: try a fast trainer against autograd first; a run that goes on has done that
     """
-    section, seed = experiment.data, experiment.seed
-    made = section.dataset in synthetic.SHAPES
-    data = synthetic.make(section.dataset) if made else datasets.load(section.dataset, data_dir)
-    if section.train_limit is not None:
-        chosen = partitions.subsample(data.train_labels, section.train_limit, stream(seed, "train_limit"))
-    else:
-        chosen = np.arange(len(data.train_labels))
-    if section.validation_share is not None:
-        data, chosen = _held_out(data, chosen, section.validation_share, seed)
+    seed = experiment.seed
+    data, chosen = load_data(experiment, data_dir)
     file = _fleet_file(experiment.fleet)
-    clients = len(file.clients) if file else experiment.fleet.clients
-    parts = partitions.partition(
-        data.train_labels[chosen],
-        clients,
-        section.partition,
-        stream(seed, "partition"),
-        classes=data.classes,
-        classes_per_client=section.classes_per_client,
-        alpha=0.5 if section.alpha is None else section.alpha,
-    )
-    parts = [chosen[part] for part in parts]
-    training = _training(experiment, data, parts[0], prove)
+    parts, names = divide(experiment, data, chosen, file)
+    training = _training(experiment, data, parts, prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    return World(data, parts, devices, experiment.model.network, training, seed, faults, experiment.model.units)
+    network, objective = experiment.model.network, experiment.objective
+    return World(data, parts, devices, network, training, seed, faults, objective, names, experiment.model.units)
 
 
-def _held_out(
-    data: datasets.Dataset, chosen: NDArray[np.int64], share: float, seed: int
-) -> tuple[datasets.Dataset, NDArray[np.int64]]:
-    """The data set with some of the chosen training samples in place of its test set, and those that are left."""
-    count = max(1, round(share * len(chosen)))
-    if count >= len(chosen):
-        raise InputError(f"data.validation_share {share:g} leaves none of {len(chosen)} samples to train on")
-    held = np.sort(stream(seed, "validation").choice(len(chosen), count, replace=False))
-    images, labels = data.train_images[chosen[held]], data.train_labels[chosen[held]]
-    return dataclasses.replace(data, test_images=images, test_labels=labels), np.delete(chosen, held)
-
-
-def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.int64], prove: bool) -> Training:
-    """Return the settings with the trainer that the model gets; part: one client's samples, to try it on."""
+def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.int64]], prove: bool) -> Training:
+    """Return the settings with the trainer that the model gets; parts: the clients' samples, to try it on."""
     given, name = experiment.training, experiment.model.network
     try:
         torch.empty(0, device=given.device)
@@ -282,17 +259,21 @@ def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.i
         reason = str(error).splitlines()[0]
         raise InputError(f"training.device {given.device!r} cannot be used here: {reason}") from error
 
-    def build() -> nn.Module:
-        return models.build(name, data.image_shape, data.classes, seed=experiment.seed)
+    objective = experiment.objective
+    classes = objective.classes(data)
 
-    models.check_fit(build(), torch.zeros(2, *data.image_shape), data.classes, name)
+    def build() -> nn.Module:
+        return models.build(name, data.input_shape, classes, seed=experiment.seed)
+
+    try_model(build(), data, parts, objective, name)
     try:
-        trial = Trial(build, data, part) if prove else None
-        training, reason = settle_trainer(build(), Training(**given.model_dump()), trial)
+        trial = Trial(build, data, parts[0], objective) if prove else None
+        settings, obstacle = Training(**given.model_dump()), obstacle_of(data, objective)
+        training, reason = settle_trainer(build(), settings, trial, obstacle)
     except ValueError as error:
         key = "" if given.trainer == "auto" else "training.trainer, "
         raise InputError(f"{key}model {name!r}: {error}") from error
-    if reason and prove:
+    if reason and prove and not obstacle:
         log.warning("model %r is trained by %r (autograd, one client at a time): %s", name, training.trainer, reason)
     return training
 
@@ -301,7 +282,7 @@ def resolved(experiment: Experiment, world: World) -> Experiment:
     """The experiment with everything that was left to us written out."""
     training = experiment.training.model_copy(update={"trainer": world.training.trainer})
     changes: dict[str, Any] = {"training": training}
-    if experiment.fleet.file is not None:
+    if experiment.fleet.file is not None or experiment.data.partition == "natural":
         changes["fleet"] = experiment.fleet.model_copy(update={"clients": len(world.parts)})
     return experiment.model_copy(update=changes)
 
@@ -350,5 +331,6 @@ def _devices(fleet: FleetSection, file: fleets.FleetFile | None, seed: int, proc
 
 
 def label_counts_of(world: World) -> NDArray[np.int64]:
-    """How many samples of each label each client has."""
-    return partitions.label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes)
+    """How many samples of each label each client has; where there are no classes, all in one column."""
+    counts = world.label_counts()
+    return np.array([[len(part)] for part in world.parts]) if counts is None else counts

@@ -24,6 +24,9 @@ FLUSH_SECONDS = 5.0
 FLUSH_SHARE = 0.02
 """Tables are written again after so many seconds, but never for more than this share of a run's time."""
 
+WRITTEN = ("rounds", "clients", "classes", "timings", "client_metrics")
+"""The tables that grow with every round."""
+
 Rows = tuple[str, Any]
 """A table's name, and a record batch of it."""
 
@@ -36,7 +39,7 @@ class Tables:
         self._folder = folder
         self._then = then
         self._seed = seed
-        self._batches: dict[str, list[Any]] = {name: [] for name in ("rounds", "clients", "classes", "timings")}
+        self._batches: dict[str, list[Any]] = {name: [] for name in WRITTEN}
         self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
         self._writing: Future[float] | None = None
@@ -67,6 +70,9 @@ class Tables:
             accuracies = enumerate(record.evaluation.class_accuracy.tolist())
             rows = [{"label": number, "accuracy": accuracy} for number, accuracy in accuracies]
             added.append(self._append("classes", label, record.round, rows))
+        if record.client_metrics is not None:
+            rows = [{"client": client, "metric": value} for client, value in record.client_metrics.items()]
+            added.append(self._append("client_metrics", label, record.round, rows))
         rows = [{"phase": phase, "wall_seconds": seconds} for phase, seconds in record.wall_seconds.items()]
         added.append(self._append("timings", label, record.round, rows))
         if time.monotonic() >= self._next_flush and (self._writing is None or self._writing.done()):
@@ -103,6 +109,8 @@ class Tables:
         """The seconds it took."""
         begun = time.monotonic()
         for name, batches in snapshot.items():
+            if name == "client_metrics" and not batches:
+                continue
             # In one piece: the bytes of the file do not depend on how the rows came together.
             self._write(name, pa.Table.from_batches(batches, schema=SCHEMAS[name]).combine_chunks())
         if self._then:
@@ -138,6 +146,7 @@ def _round_row(record: RoundRecord) -> dict[str, Any]:
         "round_seconds": record.round_seconds,
         "clock_seconds": record.clock_seconds,
         "test_accuracy": record.evaluation.accuracy if record.evaluation else None,
+        "test_metric": record.evaluation.metric if record.evaluation else None,
         "test_loss": record.evaluation.loss if record.evaluation else None,
         "train_loss": loss / samples if samples else None,
         "upload_bytes": sum(row.upload.upload_bytes for row in rows),

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from feddd.experiments.metrics import Metric, common_metric
 from feddd.experiments.results import Results, reference_label
 
 # Okabe and Ito's colours without yellow and black, which vanish on a white or a dark page.
@@ -48,6 +49,11 @@ class Line:
         return COLOURS[self.index % len(COLOURS)]
 
     @property
+    def metric(self) -> Metric:
+        """What its models are tested by."""
+        return self.runs[0].metric
+
+    @property
     def finished(self) -> bool:
         """Whether every run has all its rounds of this strategy."""
         return all(rounds_done(run, self.strategy) >= run.config["rounds"] for run in self.runs)
@@ -60,12 +66,12 @@ class Point:
     round: int
     seconds: float
     bytes: int
-    accuracy: float
+    metric: float
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy over the rounds that all runs of a line were tested in: mean, lowest and highest."""
+    """The metric over the rounds that all runs of a line were tested in: mean, lowest and highest."""
 
     rounds: list[int]
     seconds: list[float]
@@ -154,8 +160,9 @@ def points(run: Results, strategy: str) -> list[Point]:
     found, total = [], 0
     for row in run.rows("rounds", strategy=strategy):
         total += (row["upload_bytes"] or 0) + (row["download_bytes"] or 0)
-        if row["test_accuracy"] is not None and row["clock_seconds"] is not None:
-            found.append(Point(row["round"], row["clock_seconds"], total, row["test_accuracy"]))
+        value = run.metric.tested(row)
+        if value is not None and row["clock_seconds"] is not None:
+            found.append(Point(row["round"], row["clock_seconds"], total, value))
     return found
 
 
@@ -169,18 +176,18 @@ def curve(line: Line) -> Curve:
         rounds=common,
         seconds=[fmean(point.seconds for point in row) for row in at],
         bytes=[fmean(point.bytes for point in row) for row in at],
-        mean=[fmean(point.accuracy for point in row) for row in at],
-        low=[min(point.accuracy for point in row) for row in at],
-        high=[max(point.accuracy for point in row) for row in at],
+        mean=[fmean(point.metric for point in row) for row in at],
+        low=[min(point.metric for point in row) for row in at],
+        high=[max(point.metric for point in row) for row in at],
     )
 
 
 def reach(line: Line, target: float) -> Reach:
-    """When the runs of a line first reached a target accuracy, and how that compares with the same run's FedAvg."""
+    """When the runs of a line first reached a target, and how that compares with the same run's FedAvg."""
     seconds, time_ratios, byte_ratios = [], [], []
     for run in line.runs:
-        mine = _first(points(run, line.strategy), target)
-        reference = _first(points(run, line.reference), target) if line.reference else None
+        mine = _first(points(run, line.strategy), target, run.metric)
+        reference = _first(points(run, line.reference), target, run.metric) if line.reference else None
         if mine:
             seconds.append(mine.seconds)
         if mine and reference and reference.seconds > 0 and reference.bytes > 0:
@@ -196,13 +203,19 @@ def missing_bar(line: Line, one: Reach) -> str:
     return "never" if line.finished else "not yet"
 
 
-def _first(tested: Sequence[Point], target: float) -> Point | None:
-    return next((point for point in tested if point.accuracy >= target), None)
+def _first(tested: Sequence[Point], target: float, metric: Metric) -> Point | None:
+    return next((point for point in tested if metric.reached(point.metric, target)), None)
 
 
 def targets(results: Sequence[Results]) -> list[float]:
-    """All target accuracies asked for, ascending."""
-    return sorted({float(target) for run in results for target in run.config["targets"]})
+    """All targets asked for, the one that is reached last at the end."""
+    asked = {float(target) for run in results for target in run.config["targets"]}
+    return metric_of_all(results).hardest_last(asked)
+
+
+def metric_of_all(results: Sequence[Results]) -> Metric:
+    """What all these runs are tested by."""
+    return common_metric(run.config for run in results)
 
 
 def thin(values: Sequence[_T], most: int) -> list[_T]:

@@ -15,10 +15,10 @@ from feddd.core.streams import stream
 from feddd.experiments.config import Experiment
 from feddd.experiments.results import Results
 from feddd.experiments.running import build_world
+from feddd.simulation.evaluation import evaluate
 from feddd.simulation.shard import single_thread
-from feddd.simulation.training import Local, Samples, Training, evaluate, train
-from feddd.world import models
-from feddd.world.datasets import Dataset
+from feddd.simulation.training import Local, Samples, Training, train
+from feddd.world.datasets import ImageDataset
 
 SHARES = (0.0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
@@ -38,6 +38,7 @@ def label_share(
     """Train the experiment's model once per label and share, on so many samples at one place, and test that label."""
     world = build_world(experiment, data_dir)
     data = world.dataset
+    assert isinstance(data, ImageDataset)
     settings = Training(epochs, world.training.batch_size, world.training.learning_rate)
     found = []
     for label in labels:
@@ -45,16 +46,16 @@ def label_share(
         images, truth = (torch.from_numpy(each[of_label]) for each in (data.inputs(data.test_images), data.test_labels))
         for share in SHARES:
             rng = stream(experiment.seed, "label-share", label, round(1000 * share))
-            model = models.build(world.model, data.image_shape, data.classes, seed=experiment.seed)
+            model = world.build_model()
             chosen = _mixture(data, label, share, samples, rng)
             with single_thread():
                 train(model, _samples(data, chosen), Local(0, len(chosen), rng), settings)
-                accuracy = evaluate(model, model.state_dict(), images, truth, data.classes).accuracy
+                accuracy = evaluate(model, model.state_dict(), images, truth, data.classes).metric
             found.append(LabelShare(label, share, accuracy))
     return found
 
 
-def _mixture(data: Dataset, label: int, share: float, samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def _mixture(data: ImageDataset, label: int, share: float, samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Indices of so many training samples: this share of the label, the rest spread evenly over the others."""
     wanted = np.full(data.classes, (1.0 - share) * samples / (data.classes - 1))
     wanted[label] = share * samples
@@ -65,7 +66,7 @@ def _mixture(data: Dataset, label: int, share: float, samples: int, rng: np.rand
     return np.concatenate(parts)
 
 
-def _samples(data: Dataset, chosen: NDArray[np.int64]) -> Samples:
+def _samples(data: ImageDataset, chosen: NDArray[np.int64]) -> Samples:
     inputs = torch.from_numpy(data.inputs(data.train_images[chosen]))
     return Samples(inputs, torch.from_numpy(data.train_labels[chosen]))
 

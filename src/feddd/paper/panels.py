@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 from feddd.experiments.cells import Store
 from feddd.experiments.config import Experiment
-from feddd.experiments.results import Results, time_to_accuracy
+from feddd.experiments.results import Results, time_to_target
 from feddd.experiments.views import Line, lines, rounds_done
 
 WINDOW = 5
@@ -106,7 +106,7 @@ def class_accuracy(run: Results, label: str, number: int, rounds: int = 1) -> fl
 
 def seconds_to(run: Results, label: str, target: float) -> float | None:
     """Simulated seconds to a target accuracy; None for never."""
-    return time_to_accuracy(run.rows("rounds", strategy=label), target)
+    return time_to_target(run.rows("rounds", strategy=label), target)
 
 
 def seconds_a_round(run: Results, label: str) -> float:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from feddd.simulation.client_state import StateArrays
+from feddd.simulation.evaluation import Evaluation
 from feddd.simulation.reduction import merge_partials, reduce_tree
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec
-from feddd.simulation.training import Evaluation
 from feddd.simulation.workers import Backend, Worker, WorkerDied
 from feddd.strategies.protocol import Task
 
@@ -121,6 +121,11 @@ class Engine:
         for part in rest:
             first = first + part
         return first
+
+    def evaluate_clients(self, model: Arrays) -> dict[int, float]:
+        """Return the global model's metric on each client's own samples."""
+        answers = self._call("evaluate_clients", [(self._backend.share(model),)] * len(self._workers))
+        return dict(sorted(pair for answer in answers for pair in answer.items()))
 
     def _forget_the_past(self) -> None:
         self._rounds = []

@@ -13,10 +13,11 @@ from torch import nn
 
 from feddd.core.streams import stream
 from feddd.core.units import units
-from feddd.simulation.samples import Layout, fill, from_buffer
+from feddd.simulation.samples import make_samples
 from feddd.simulation.trainers import Choice, choose_trainer, convolves, make_trainer
 from feddd.simulation.training import Local, Trained, Training
-from feddd.world.datasets import Dataset
+from feddd.world.dataset import Dataset
+from feddd.world.objectives import CLASSIFICATION, Objective
 
 TOLERANCE = 1e-3
 """How far the change of a tensor may be from autograd's, relative to its size: sums in another order differ by about
@@ -37,15 +38,20 @@ class Trial:
     build: Callable[[], nn.Module]
     data: Dataset
     part: NDArray[np.int64]
+    objective: Objective = CLASSIFICATION
 
 
-def settle_trainer(model: nn.Module, training: Training, trial: Trial | None) -> tuple[Training, str]:
+def settle_trainer(
+    model: nn.Module, training: Training, trial: Trial | None, obstacle: str = ""
+) -> tuple[Training, str]:
     """Replace "auto" by the fastest trainer that trains this very model; also return why it is not a faster one.
 
     A trainer that was asked for by name is refused with a ValueError where it does not fit.
-    trial: None to believe what an earlier trial has found
+    trial: None to believe what an earlier trial has found    obstacle: why the data or the loss allow autograd only
     """
-    choice = choose_trainer(model) if training.trainer == "auto" else Choice(training.trainer)
+    if obstacle and training.trainer == "stacked":
+        raise ValueError(f'trainer "stacked" does not fit: {obstacle}; use "auto" or "reference"')
+    choice = choose_trainer(model, obstacle) if training.trainer == "auto" else Choice(training.trainer)
     settled = dataclasses.replace(training, trainer=choice.name)
     make_trainer(model, units(model), choice.name)
     found = disagreement(trial, settled) if trial and choice.name != "reference" else None
@@ -58,13 +64,13 @@ def settle_trainer(model: nn.Module, training: Training, trial: Trial | None) ->
 
 def disagreement(trial: Trial, training: Training) -> str | None:
     """Train one client for a batch and a half both ways; return what differs, or None if nothing does."""
-    build, data, part = trial.build, trial.data, trial.part
+    build, part = trial.build, trial.part
     part = part[: training.batch_size + max(1, training.batch_size // 2)]
     training = dataclasses.replace(training, epochs=1, learning_rate=min(training.learning_rate, STEADY_LEARNING_RATE))
     before = {name: tensor.clone() for name, tensor in build().state_dict().items()}
-    expected = _trained(build(), data, part, dataclasses.replace(training, trainer="reference"))
+    expected = _trained(trial, part, dataclasses.replace(training, trainer="reference"))
     try:
-        found = _trained(build(), data, part, training)
+        found = _trained(trial, part, training)
     except (RuntimeError, ValueError, KeyError) as error:
         return f"it fails with {' '.join(str(error).split())}"
     for name, after in expected.after.items():
@@ -77,19 +83,11 @@ def disagreement(trial: Trial, training: Training) -> str | None:
     return None
 
 
-def _trained(model: nn.Module, data: Dataset, part: NDArray[np.int64], training: Training) -> Trained:
+def _trained(trial: Trial, part: NDArray[np.int64], training: Training) -> Trained:
     """Train the model as a worker does, from its own weights."""
-    layout = Layout(
-        train=len(part),
-        test=1,
-        image_shape=data.image_shape,
-        channels_last=training.trainer != "reference" and convolves(model),
-        scale=tuple(data.scale.tolist()),
-        shift=tuple(data.shift.tolist()),
-    )
-    arrays = from_buffer(bytearray(layout.nbytes), layout)
-    fill(arrays, dataclasses.replace(data, test_images=data.test_images[:1], test_labels=data.test_labels[:1]), [part])
-    samples, _ = arrays.tensors(training.device)
+    model = trial.build()
+    together = training.trainer != "reference" and convolves(model)
+    samples, _ = make_samples(trial.data, part, trial.objective, channels_last=together, device=training.device)
     table = units(model.to(training.device))
     trainer = make_trainer(model, table, training.trainer)
     tensors = model.state_dict()

@@ -24,26 +24,21 @@ from feddd.core.streams import stream
 from feddd.core.submodel import narrow_coverage, slice_model
 from feddd.core.units import Params, Units
 from feddd.simulation.client_state import ClientStates, StateArrays
+from feddd.simulation.evaluation import Evaluation, evaluate_chunks, evaluate_each
 from feddd.simulation.faulty_uploads import ABSENT, fault_of, receive_answers
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import Trainer, make_trainer
-from feddd.simulation.training import Evaluation, Local, Trained, Training, evaluate
+from feddd.simulation.training import Local, Trained, Training
 from feddd.strategies.protocol import Task, Upload
 from feddd.wire.chosen import some
 from feddd.wire.down import over_the_wire
 from feddd.wire.exchange import Arrived, decode, encode, through_bytes
-from feddd.wire.local import (
-    LocalRound,
-    Vectors,
-    finish_rules,
-    start_rules,
-    vector_bytes,
-    vector_through_bytes,
-)
+from feddd.wire.local import LocalRound, Vectors, finish_rules, start_rules, vector_bytes, vector_through_bytes
 from feddd.wire.stage import At, ClientState, Known, Update
 from feddd.world import models
+from feddd.world.objectives import CLASSIFICATION, Objective
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -80,7 +75,7 @@ class ShardSpec:
     """
 
     model: str
-    classes: int
+    classes: int | None
     seed: int
     training: Training
     block_count: int
@@ -93,6 +88,7 @@ class ShardSpec:
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
+    objective: Objective = CLASSIFICATION
     units: str | None = None
 
 
@@ -152,9 +148,8 @@ class Shard:
 
     def __init__(self, spec: ShardSpec, arrays: SampleArrays) -> None:
         self.spec = spec
-        device = spec.training.device
-        self._train_samples, self._test_samples = arrays.tensors(device)
-        shape = arrays.image_shape
+        device, shape = spec.training.device, arrays.layout.input_shape
+        self._train_samples, self._test_samples = arrays.tensors(device, spec.objective)
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
@@ -201,13 +196,14 @@ class Shard:
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
         """The global model on this shard's test chunks."""
         with single_thread():
-            params, network, samples = _from_arrays(model), self._widths[0].module, self._test_samples
-            return {
-                chunk: evaluate(
-                    network, params, samples.inputs(samples.images[a:b]), samples.labels[a:b], self.spec.classes
-                )
-                for chunk, (a, b) in self.spec.test_chunks.items()
-            }
+            network, chunks = self._widths[0].module, self.spec.test_chunks
+            return evaluate_chunks(network, _from_arrays(model), self._test_samples, chunks, self.spec.classes)
+
+    def evaluate_clients(self, model: Arrays) -> dict[int, float]:
+        """Return the global model's metric on the training samples of each of this shard's clients."""
+        with single_thread():
+            network, spec = self._widths[0].module, self.spec
+            return evaluate_each(network, _from_arrays(model), self._train_samples, spec.samples, spec.classes)
 
     def _known(self, width: int, download: Download) -> Known:
         """Return the download of one width of model."""

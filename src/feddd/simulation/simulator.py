@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
@@ -21,15 +21,16 @@ from feddd.core.streams import stream
 from feddd.core.submodel import coverage
 from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
+from feddd.simulation.evaluation import TEST_CHUNK, Evaluation
 from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
-from feddd.simulation.samples import Layout, SampleArrays, fill
+from feddd.simulation.samples import Layout, SampleArrays, fill, lay_out, make_samples
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
 from feddd.simulation.stacked import is_chain
 from feddd.simulation.stopwatch import Stopwatch
 from feddd.simulation.trainers import convolves
-from feddd.simulation.training import Evaluation, Training
+from feddd.simulation.training import Training
 from feddd.simulation.worker_process import WorkerPool, default_workers
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
@@ -37,13 +38,12 @@ from feddd.wire.down import Sending, download_sizes, prepare, reference_after
 from feddd.wire.format import coverage_size, pack_mask
 from feddd.wire.local import absorb_vectors, vector_bytes
 from feddd.world import models
-from feddd.world.datasets import Dataset
+from feddd.world.dataset import Dataset
 from feddd.world.fleets import Devices
+from feddd.world.objectives import CLASSIFICATION, Objective, check_fit
 from feddd.world.partitions import label_counts
 
 EngineName = Literal["local", "ray"]
-TEST_CHUNK = 200
-"""Test samples that go through the model at once: with more their activations leave the cache."""
 
 
 class EverybodyDiverged(RunError):
@@ -54,7 +54,8 @@ class EverybodyDiverged(RunError):
 class World:
     """What all strategies of an experiment share: data split, devices, initial weights, batch order.
 
-    parts: each client's sample numbers    model: a name or import path    units: an import path; None for channels
+    parts: each client's sample numbers    model: a name or import path    names: of the clients; empty for numbers
+    units: an import path; None for channels and neurons
     """
 
     dataset: Dataset
@@ -64,7 +65,24 @@ class World:
     training: Training
     seed: int
     faults: Faults = field(default_factory=Faults)
+    objective: Objective = CLASSIFICATION
+    names: tuple[str, ...] = ()
     units: str | None = None
+
+    @property
+    def classes(self) -> int | None:
+        """Return how many classes or tokens the model tells apart; None where targets are numbers."""
+        return self.objective.classes(self.dataset)
+
+    def build_model(self, width: int = 0) -> nn.Module:
+        """Return the network, or one of its sub-models, with its initial weights."""
+        return models.build(self.model, self.dataset.input_shape, self.classes, width, seed=self.seed)
+
+    def label_counts(self) -> NDArray[np.int64] | None:
+        """Return how many samples of each class each client has, [clients, classes]; None where there are none."""
+        if not self.objective.has_classes(self.dataset):
+            return None
+        return label_counts(self.dataset.train_targets, list(self.parts), self.dataset.class_count or 0)
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,16 @@ class RoundRecord:
     mask_error: float | None
     state: ServerState
     wall_seconds: dict[str, float]
+    client_metrics: dict[int, float] | None = None
+
+
+def try_model(
+    module: nn.Module, data: Dataset, parts: Sequence[NDArray[np.int64]], objective: Objective, name: str
+) -> None:
+    """Refuse a model, a loss or a metric that cannot take the samples that clients have."""
+    first = np.concatenate([np.asarray(part[:2]) for part in parts[:2]])[:2]
+    samples, _ = make_samples(data, first, objective)
+    check_fit(module, samples.between(0, len(first)), samples.targets, objective, objective.classes(data), name)
 
 
 class Simulation:
@@ -102,15 +130,13 @@ class Simulation:
         pool: of worker processes that were started before
         """
         self.world = world
-        data = world.dataset
-        shape = data.image_shape
-        module = models.build(world.model, shape, data.classes, seed=world.seed)
-        models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
+        module = world.build_model()
+        try_model(module, world.dataset, world.parts, world.objective, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self._convolves = convolves(module)
         self._chain = is_chain(module)
         count = models.widths(world.model)
-        modules = [module, *(models.build(world.model, shape, data.classes, w) for w in range(1, count))]
+        modules = [module, *(world.build_model(width) for width in range(1, count))]
         self._tables = models.layer_tables(modules, world.units)
         self.units = self._tables[0]
         self._width_of = [client % count for client in range(len(world.parts))]
@@ -148,9 +174,18 @@ class Simulation:
         self._engine.close()
 
     def run(
-        self, strategy: Strategy, rounds: int, *, evaluate_every: int = 1, after: Snapshot | None = None
+        self,
+        strategy: Strategy,
+        rounds: int,
+        *,
+        evaluate_every: int = 1,
+        evaluate_clients: bool = False,
+        after: Snapshot | None = None,
     ) -> Iterator[RoundRecord]:
-        """Simulate the rounds, yielding one record after each; after: where an earlier run of the same stood."""
+        """Simulate the rounds, yielding one record after each.
+
+        evaluate_clients: test on each client's samples too    after: where an earlier run of the same stood
+        """
         state, clock_seconds = start(self.initial, len(self.fleet)), 0.0
         if after is None:
             self._engine.reset()
@@ -189,6 +224,7 @@ class Simulation:
             stopwatch.lap("absorb")
             due = number % evaluate_every == 0 or number == rounds
             evaluation = self._engine.evaluate(to_arrays(state.model)) if due else None
+            each = self._engine.evaluate_clients(to_arrays(state.model)) if due and evaluate_clients else None
             stopwatch.lap("evaluate")
             rates = {task.client: task.dropout for task in plan.tasks}
             rows = tuple(forecast.row(upload, rates[upload.client]) for upload in uploads)
@@ -196,7 +232,7 @@ class Simulation:
             clock_seconds += seconds
             # Of the workers' time, added up over all of them; the round waits for the slowest during "train".
             wall_seconds = stopwatch.seconds | {f"worker_{part}": spent for part, spent in result.seconds.items()}
-            yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds)
+            yield RoundRecord(number, seconds, clock_seconds, rows, evaluation, error, state, wall_seconds, each)
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
@@ -285,21 +321,16 @@ class Simulation:
 
     def _layout(self) -> Layout:
         world = self.world
-        return Layout(
-            train=sum(len(part) for part in world.parts),
-            test=len(world.dataset.test_labels),
-            image_shape=world.dataset.image_shape,
-            channels_last=world.training.trainer != "reference" and self._convolves,
-            scale=tuple(world.dataset.scale.tolist()),
-            shift=tuple(world.dataset.shift.tolist()),
-        )
+        train, test = sum(len(part) for part in world.parts), len(world.dataset.test_targets)
+        together = world.training.trainer != "reference" and self._convolves
+        return lay_out(world.dataset, train, test, channels_last=together)
 
     def _fill(self, arrays: SampleArrays) -> None:
         fill(arrays, self.world.dataset, self.world.parts)
 
     def _specs(self, workers: int, state_dir: Path | None, wire: bool) -> list[ShardSpec]:
         world = self.world
-        tests = len(world.dataset.test_labels)
+        tests = len(world.dataset.test_targets)
         chunks = {start // TEST_CHUNK: (start, min(start + TEST_CHUNK, tests)) for start in range(0, tests, TEST_CHUNK)}
         blocks = block_ranges(len(world.parts))
         sizes = [self._tables[width].elements for width in self._width_of]
@@ -307,14 +338,15 @@ class Simulation:
         shares = assign_blocks(costs, workers)
         share = coverage(self.units, self._client_tables) if len(self._tables) > 1 else None
         ends = np.cumsum([len(part) for part in world.parts]).tolist()
-        labels = label_coverage(label_counts(world.dataset.train_labels, list(world.parts), world.dataset.classes))
+        counts = world.label_counts()
+        labels = np.full(len(world.parts), np.nan) if counts is None else label_coverage(counts)
         carried = {slot.name for slot in self.units.slots} | {alias for alias, _ in self.units.aliases}
         constants = to_arrays({name: tensor for name, tensor in self.initial.items() if name not in carried})
         return [
             ShardSpec(
                 model=world.model,
                 units=world.units,
-                classes=world.dataset.classes,
+                classes=world.classes,
                 seed=world.seed,
                 training=world.training,
                 block_count=len(blocks),
@@ -327,6 +359,7 @@ class Simulation:
                 coverage=None if share is None else to_arrays(share),
                 wire=wire,
                 state_dir=state_dir,
+                objective=world.objective,
             )
             for worker, mine in enumerate(shares)
         ]

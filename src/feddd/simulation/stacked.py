@@ -28,7 +28,7 @@ from feddd.simulation.layers import (
     StackedScale,
     StackedSoftmax,
 )
-from feddd.simulation.training import Local, Samples, Train, Trained, Training, batches, gather_images
+from feddd.simulation.training import Local, Samples, Train, Trained, Training, batches, gather
 from feddd.wire.local import Stepping, change_gradients
 
 
@@ -192,12 +192,12 @@ def stack_trainer(network: Chain) -> Train:
         training: Training,
         rules: Sequence[Stepping] = (),
     ) -> Trained:
-        device = samples.labels.device
+        device = samples.targets.device
         # Longest first: those still at work are always the first of the stack.
         order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
         numbers, sizes = _schedule([clients[place] for place in order], training)
         index = torch.from_numpy(numbers).to(device)
-        labels = samples.labels.index_select(0, index.flatten()).view(*index.shape, 1)
+        labels = samples.targets.index_select(0, index.flatten()).view(*index.shape, 1)
         counted = torch.arange(training.batch_size, device=device) < torch.from_numpy(sizes).to(device).unsqueeze(2)
         weight = counted / torch.from_numpy(np.maximum(sizes, 1).astype(np.float32)).to(device).unsqueeze(2)
         losses = torch.zeros(labels.shape, device=device)
@@ -217,7 +217,7 @@ def stack_trainer(network: Chain) -> Train:
             chosen, target, shares, each = (whole[step] for whole in cut)
             if (active, longest) != chosen.shape:
                 chosen, target, shares, each = (part[:active, :longest] for part in (chosen, target, shares, each))
-            images = gather_images(samples, chosen.flatten())
+            images = gather(samples, chosen.flatten())
             by_client = images.view(active, longest, *images.shape[1:])
             inputs = by_client.flatten(2) if network.dense else _side_by_side(by_client)
             each.copy_(_update(layers, inputs, target, shares, -1.0 if rules else training.learning_rate))

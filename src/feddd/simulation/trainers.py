@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from feddd.core.units import Params, Units
 from feddd.simulation.stacked import Unfit, chain, stack_trainer
 from feddd.simulation.training import Local, Samples, Train, Trained, Training, own_modes, train
 from feddd.wire.local import Stepping
+from feddd.world.dataset import Dataset
+from feddd.world.objectives import Objective
 
 STACK = 12
 """Clients in one stack, at most: more did not pay, and every one costs memory for its parameters and activations."""
@@ -43,13 +46,29 @@ class Choice:
     reason: str = ""
 
 
-def choose_trainer(model: nn.Module) -> Choice:
-    """Return the trainer for this model; it depends on nothing but the model's layers."""
+def choose_trainer(model: nn.Module, obstacle: str = "") -> Choice:
+    """Return the trainer for this model; it depends on nothing but the model's layers, the loss and the kind of data.
+
+    obstacle: why the loss or the data allow autograd only, see `obstacle_of`
+    """
     try:
+        if obstacle:
+            raise Unfit(obstacle)
         chain(model)
     except Unfit as error:
         return Choice("channels_last" if convolves(model) else "reference", str(error))
     return Choice("stacked")
+
+
+def obstacle_of(data: Dataset, objective: Objective) -> str:
+    """Return why samples and loss are not those that "stacked" has gradients for; "" if they are."""
+    if objective.loss != "cross-entropy":
+        return f"it is for the loss cross-entropy, not for {objective.loss!r}"
+    if isinstance(data.train_inputs, dict):
+        return "it takes one input, the samples have several"
+    if data.train_inputs.dtype.kind not in "f" and data.train_inputs.dtype != np.uint8:
+        return f"it takes floats or bytes, the inputs are {data.train_inputs.dtype}"
+    return "" if data.train_targets.ndim == 1 else "a sample has several targets"
 
 
 def convolves(model: nn.Module) -> bool:

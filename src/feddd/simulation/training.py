@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from feddd.core.units import Params
 from feddd.wire.chosen import some
 from feddd.wire.local import Rule, Scaler, Stepping, change_gradients
+from feddd.world.objectives import CLASSIFICATION, Objective, apply
 
 Floats = NDArray[np.float64]
 
@@ -33,21 +33,35 @@ class Training:
 
 @dataclass(frozen=True)
 class Samples:
-    """Everybody's data, one client after the other: images [samples, channels, height, width] and labels [samples].
+    """Everybody's data, one client after the other: inputs [samples, …], one tensor or several by name, and targets.
 
-    scale, shift: a number or [channels, 1, 1], from stored pixels to what a network takes; None if they are that
+    scale, shift: a number or [channels, 1, 1], from bytes to what a network takes; None for what bytes always get
     """
 
-    images: Tensor
-    labels: Tensor
+    inputs: Tensor | dict[str, Tensor]
+    targets: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
+    objective: Objective = CLASSIFICATION
 
-    def inputs(self, pixels: Tensor) -> Tensor:
-        """What a network takes of some images."""
-        if self.scale is None or self.shift is None:
-            return pixels
-        return pixels.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+    def taken(self, values: Tensor) -> Tensor:
+        """Return what a network takes of some samples of an input."""
+        if self.scale is not None and self.shift is not None:
+            return values.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        if values.dtype == torch.uint8:
+            return values.to(torch.float32).div_(255.0)
+        return values if values.is_floating_point() or values.dtype == torch.bool else values.long()
+
+    def between(self, start: int, end: int) -> Tensor | dict[str, Tensor]:
+        """Return what a network takes of neighbouring samples."""
+        if isinstance(self.inputs, dict):
+            return {name: self.taken(own[start:end]) for name, own in self.inputs.items()}
+        return self.taken(self.inputs[start:end])
+
+    def losses(self, model: nn.Module, chosen: Tensor) -> Tensor:
+        """Return the loss of every sample of these numbers, [batch]."""
+        targets = self.targets.index_select(0, chosen)
+        return self.objective.losses(apply(model, gather(self, chosen)), targets)
 
 
 @dataclass(frozen=True)
@@ -142,9 +156,8 @@ def train(
     with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
-            chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
-            labels = samples.labels.index_select(0, chosen)
-            losses = functional.cross_entropy(model(gather_images(samples, chosen)), labels, reduction="none")
+            chosen = torch.from_numpy(index + client.first).to(samples.targets.device)
+            losses = samples.losses(model, chosen)
             gradients: Sequence[Tensor | None] = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
             with torch.no_grad():
                 if rules:
@@ -178,50 +191,11 @@ def _scaled(model: nn.Module, width: float) -> Iterator[None]:
             hook.remove()
 
 
-def gather_images(samples: Samples, index: Tensor) -> Tensor:
-    """The images of these numbers, with their channels together if all images have that."""
-    if samples.images.is_contiguous():
-        return samples.inputs(samples.images.index_select(0, index))
-    return samples.inputs(samples.images.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums over test samples; they can be added. correct, total: per class."""
-
-    loss_sum: float
-    correct: NDArray[np.int64]
-    total: NDArray[np.int64]
-
-    @property
-    def accuracy(self) -> float:
-        """Share of samples classified rightly."""
-        return float(self.correct.sum() / self.total.sum())
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy."""
-        return self.loss_sum / float(self.total.sum())
-
-    @property
-    def class_accuracy(self) -> Floats:
-        """Accuracy per class, NaN for a class without test samples."""
-        return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
-
-    def __add__(self, other: Evaluation) -> Evaluation:
-        return Evaluation(self.loss_sum + other.loss_sum, self.correct + other.correct, self.total + other.total)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, params: Params, images: Tensor, labels: Tensor, classes: int) -> Evaluation:
-    """The global model on some test samples."""
-    model.eval()
-    model.load_state_dict(params)
-    logits = model(images)
-    loss_sum = float(functional.cross_entropy(logits, labels, reduction="none").double().sum())
-    right = logits.argmax(1) == labels
-    return Evaluation(
-        loss_sum,
-        np.bincount(labels[right].cpu().numpy(), minlength=classes).astype(np.int64),
-        np.bincount(labels.cpu().numpy(), minlength=classes).astype(np.int64),
-    )
+def gather(samples: Samples, index: Tensor) -> Any:
+    """Return what a network takes of these samples; images with their channels together if all images have that."""
+    inputs = samples.inputs
+    if isinstance(inputs, dict):
+        return {name: samples.taken(own.index_select(0, index)) for name, own in inputs.items()}
+    if inputs.is_contiguous():
+        return samples.taken(inputs.index_select(0, index))
+    return samples.taken(inputs.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2))

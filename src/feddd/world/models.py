@@ -1,4 +1,4 @@
-"""The paper's networks by name and width, an MLP of five widths, and any ``nn.Module`` by import path.
+"""The paper's networks by name and width, an MLP of five widths, two for text, and any ``nn.Module`` by import path.
 
 Softmax in the paper's tables is the cross-entropy on logits, unless a name ends in "+softmax". Convolutions of CNN2 and
 the heterogeneous models have padding 1, so that the first linear layer fits a 32 × 32 input.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections import OrderedDict
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from feddd.core.granularity import tables_of
 from feddd.core.units import Units
 from feddd.errors import InputError, nearest
+from feddd.world.dataset import Shape
+from feddd.world.sequence_models import CharacterLSTM, CharacterTransformer
 
 # Output channels of the five convolutions and outputs of the first two linear layers, one row per sub-model.
 HETEROGENEOUS = {
@@ -55,7 +58,8 @@ NETWORKS: dict[str, tuple[int, int, tuple[tuple[tuple[int, ...], tuple[int, ...]
     **{name: (3, 1, sub_models) for name, sub_models in HETEROGENEOUS.items()},
     **{name: (0, 0, tuple(((), (first, 64)) for first in sizes)) for name, sizes in FIVE_WIDTH_MLPS.items()},
 }
-MODELS = tuple(NETWORKS)
+SEQUENCE_MODELS = ("lstm", "transformer")
+MODELS = (*NETWORKS, *SEQUENCE_MODELS)
 SOFTMAX = "+softmax"
 """What a network's name ends with if its last layer is Softmax, as the paper's tables have it, under the same
 cross-entropy: the gradients are those of a softmax of a softmax."""
@@ -63,7 +67,8 @@ cross-entropy: the gradients are those of a softmax of a softmax."""
 
 def widths(name: str) -> int:
     """How many sub-models a name stands for; 0 is the global model."""
-    return len(NETWORKS[_split(name)[0]][2]) if known(name) else 1
+    base = _split(name)[0]
+    return len(NETWORKS[base][2]) if known(name) and base in NETWORKS else 1
 
 
 def known(name: str) -> bool:
@@ -78,10 +83,11 @@ def _split(name: str) -> tuple[str, int]:
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
-def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *, seed: int = 0) -> nn.Module:
+def build(name: str, input_shape: Shape, classes: int | None, width: int = 0, *, seed: int = 0) -> nn.Module:
     """The network, with initial weights that follow from the seed alone.
 
-    input_shape: [channels, height, width]    width: which sub-model, 0 being the global model
+    input_shape: of one sample, by name where there are several inputs    classes: None to predict one number
+    width: which sub-model, 0 being the global model
     """
     # Layers initialise themselves from torch's global generator: lend it the seed and put it back.
     with torch.random.fork_rng(devices=[]):
@@ -89,43 +95,47 @@ def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *
         return _build(name, input_shape, classes, width)
 
 
-def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> nn.Module:
+def _build(name: str, input_shape: Shape, classes: int | None, width: int) -> nn.Module:
     if ":" in name:
         make = import_object(name)
+        facts = {"input_shape": input_shape, "classes": classes}
         try:
-            inspect.signature(make).bind()
+            signature = inspect.signature(make)
+            told = {key: value for key, value in facts.items() if key in signature.parameters}
+            signature.bind(**told)
         except TypeError as error:
             raise InputError(f"model {name!r} must be callable without arguments: {error}") from error
-        model = make()
+        model = make(**told)
         if not isinstance(model, nn.Module):
             raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
     if not known(name):
         raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
     base, divisor = _split(name)
+    if isinstance(input_shape, dict):
+        raise InputError(
+            f"model {name!r} takes one input, the samples have {', '.join(input_shape)}: use one of your own"
+        )
+    if base in SEQUENCE_MODELS:
+        return _sequence_model(name, base, divisor, input_shape, classes)
     kernel, padding, sub_models = NETWORKS[base]
+    if kernel and len(input_shape) != 3:
+        raise InputError(f"model {name!r} takes images (channels, height, width), not samples of shape {input_shape}")
     channels, hidden = ([max(1, round(size / divisor)) for size in sizes] for sizes in sub_models[width])
-    model = _network(input_shape, channels, hidden, classes, kernel=kernel, padding=padding)
+    outputs = 1 if classes is None else classes
+    model = _network(input_shape, channels, hidden, outputs, kernel=kernel, padding=padding)
     if name.endswith(SOFTMAX):
         model.add_module("softmax", nn.Softmax(1))
     return model
 
 
-def check_fit(model: nn.Module, sample: Tensor, classes: int, name: str) -> None:
-    """Refuse a model that does not map a batch of samples to one logit per class."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(sample)
-    except (RuntimeError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"model {name!r} cannot take inputs of shape {tuple(sample.shape[1:])}: {reason}") from error
-    finally:
-        model.train(training)
-    if not isinstance(logits, Tensor) or logits.shape != (len(sample), classes):
-        shape = tuple(logits.shape[1:]) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"model {name!r} gives outputs of shape {shape} per sample; the labels need ({classes},)")
+def _sequence_model(name: str, base: str, divisor: int, shape: Sequence[int], tokens: int | None) -> nn.Module:
+    if len(shape) != 1 or tokens is None:
+        raise InputError(f"model {name!r} takes sequences of tokens (length), not samples of shape {tuple(shape)}")
+    if base == "lstm":
+        return CharacterLSTM(tokens, hidden=max(1, round(128 / divisor)))
+    heads = max(1, 4 // divisor)
+    return CharacterTransformer(tokens, shape[0], width=16 * heads, heads=heads)
 
 
 def layer_tables(modules: Sequence[nn.Module], path: str | None) -> list[Units]:
@@ -181,7 +191,7 @@ def _network(
     padding: int,
 ) -> nn.Sequential:
     """Convolutions, each with 2 × 2 pooling and ReLU, then linear layers with ReLU between."""
-    inputs, height, width = input_shape
+    inputs, height, width = input_shape if len(input_shape) == 3 else (math.prod(input_shape), 1, 1)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, outputs in enumerate(channels, 1):
         height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))

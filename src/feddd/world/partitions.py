@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from feddd.errors import InputError, nearest
 
-KINDS = ("iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet")
+KINDS = ("iid", "noniid-a", "noniid-b", "imbalanced", "dirichlet", "quantity")
 CLASSES_PER_CLIENT = 3
 RARE_LABELS = (0, 1, 2)
 RARE_SHARE = 0.4
@@ -31,7 +31,7 @@ def partition(
     kind: str,
     rng: Generator,
     *,
-    classes: int,
+    classes: int | None,
     classes_per_client: int | None = None,
     alpha: float = 0.5,
 ) -> list[Indices]:
@@ -43,11 +43,22 @@ def partition(
     noniid-b     the same with `classes_per_client` classes each (default 3)
     imbalanced   labels 0, 1, 2 keep 0.4 × the samples of the others (their mean); then as noniid-b
     dirichlet    each class is spread over the clients in shares drawn from Dirichlet(`alpha`)
+    quantity     a random permutation, split in shares drawn from Dirichlet(`alpha`)
 
-    labels: [M], 0 … classes − 1
+    labels: [M], 0 … classes − 1; where there are no classes (None) only the first and the last kind are possible
     """
     if kind not in KINDS:
         raise InputError(f"unknown partition {kind!r}; {nearest(kind.lower(), KINDS)}")
+    if kind == "quantity":
+        _check_clients(clients, len(labels))
+        return _samples_of_each(_split_unevenly(len(labels), clients, alpha, rng), clients)
+    if classes is None:
+        if kind != "iid":
+            raise InputError(
+                f'partition {kind!r} goes by classes, and the targets are none; take "iid", "quantity" or "natural"'
+            )
+        _check_clients(clients, len(labels))
+        return _samples_of_each(_split_evenly(len(labels), clients, rng), clients)
     _check_labels(labels, classes)
     by_class = [np.flatnonzero(labels == label) for label in range(classes)]
     if kind == "imbalanced":
@@ -118,9 +129,23 @@ def _split_evenly(samples: int, clients: int, rng: Generator) -> Indices:
     return owner
 
 
-def _spread(by_class: list[Indices], samples: int, clients: int, alpha: float, rng: Generator) -> Indices:
+def _split_unevenly(samples: int, clients: int, alpha: float, rng: Generator) -> Indices:
+    """Give everybody one sample, and the others in the drawn shares."""
+    _check_alpha(alpha)
+    ends = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * (samples - clients)).astype(np.int64)
+    ends[-1] = samples - clients
+    owner = np.empty(samples, np.int64)
+    owner[rng.permutation(samples)] = np.repeat(np.arange(clients), 1 + np.diff(ends, prepend=0))
+    return owner
+
+
+def _check_alpha(alpha: float) -> None:
     if not (math.isfinite(alpha) and alpha > 0):
         raise InputError(f"alpha is {alpha}, but must be a finite number above 0")
+
+
+def _spread(by_class: list[Indices], samples: int, clients: int, alpha: float, rng: Generator) -> Indices:
+    _check_alpha(alpha)
     owner = np.full(samples, _NOBODY)
     for _ in range(_DEAL_TRIES):
         for of_class in by_class:

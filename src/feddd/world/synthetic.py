@@ -7,12 +7,13 @@ to learn and say nothing about real images.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from feddd.core.streams import stream
-from feddd.world.datasets import Dataset
+from feddd.world.datasets import ImageDataset
 
 SHAPES = {"synthetic-grey": (1, 28, 28), "synthetic-colour": (3, 32, 32)}
 CLASSES, TRAIN, TEST = 10, 2000, 400
@@ -20,7 +21,7 @@ _COARSE = 4  # a pattern is so many random values a side, drawn apart
 
 
 @functools.cache
-def make(name: str) -> Dataset:
+def make(name: str) -> ImageDataset:
     """The data set of this name; always the same one."""
     shape = SHAPES[name]
     patterns = _patterns(shape)
@@ -29,7 +30,8 @@ def make(name: str) -> Dataset:
     )
     pixels = train_images.astype(np.float64) / 255.0
     mean, deviation = (tuple(each.tolist()) for each in (pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))))
-    return Dataset(name, train_images, train_labels, test_images, test_labels, CLASSES, mean, deviation)
+    facts: dict[str, Any] = {"name": name, "mean": mean, "deviation": deviation}
+    return ImageDataset(train_images, train_labels, test_images, test_labels, classes=CLASSES, **facts)
 
 
 def _patterns(shape: tuple[int, int, int]) -> NDArray[np.float64]:
