@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import feddd
 import own_data
-from feddd.cli import app
+from feddd.cli import app, main
 from feddd.experiments.config import parse_experiment
 from feddd.experiments.running import build_world, preview
 from feddd.simulation.samples import make_samples
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def path_as_it_was() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -221,7 +221,6 @@ def test_images_of_another_size_are_named(tmp_path: Path) -> None:
 
     Image.new("RGB", (9, 8)).save(tmp_path / "train" / "light" / "wide.png")
     with pytest.raises(feddd.InputError, match=r"train/light/wide.png has 9 × 8 pixels, train/dark/0.png 8 × 8$"):
-        feddd.load_experiment  # noqa: B018
         build_world(parse_experiment(document(data={"dataset": f"{tmp_path}/"})))
 
 
@@ -234,7 +233,7 @@ def test_natural_clients_are_the_owners_all_some_or_those_of_a_fleet_file(tmp_pa
     assert len(some.names) == 3
     places = [every.names.index(name) for name in some.names]
     assert all(np.array_equal(some.parts[at], every.parts[place]) for at, place in enumerate(places))
-    with pytest.raises(feddd.InputError, match="fleet.clients is 7, but partition .natural. has 6 owners"):
+    with pytest.raises(feddd.InputError, match=r"fleet.clients is 7, but partition .natural. has 6 owners"):
         build_world(parse_experiment(regression(fleet={"clients": 7})))
     file = tmp_path / "fleet.csv"
     links = "".join(f"owner-{n},{1000 * (n + 1)},5000,{n}\n" for n in (4, 1))
@@ -304,7 +303,7 @@ def test_a_run_on_data_of_ones_own_resumes_to_the_bit_and_not_with_other_data(tm
         assert again.tables[table].equals(whole.tables[table])
     numbers = sys.modules["my_problem"].numbers
     sys.modules["my_problem"].numbers = lambda: _changed(numbers())  # type: ignore[attr-defined]
-    with pytest.raises(feddd.InputError, match="cannot be resumed: .*the data or the model's code changed"):
+    with pytest.raises(feddd.InputError, match=r"cannot be resumed: .*the data or the model's code changed"):
         feddd.resume(tmp_path / "changed", workers=1)
 
 
@@ -373,12 +372,18 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "expected"), BAD_SETTINGS, ids=[expected for _, expected in BAD_SETTINGS])
 def test_what_does_not_fit_is_one_line_on_the_command_line(
-    changes: dict[str, Any], expected: str, tmp_path: Path
+    changes: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "experiment.toml").write_text(parse_experiment(document(**changes)).to_toml())
-    ran = CliRunner().invoke(app, ["run", str(tmp_path / "experiment.toml"), "--out", str(tmp_path / "run")])
-    assert ran.exit_code == 2
-    message = ran.stderr.strip()
+    monkeypatch.setattr(sys, "argv", ["feddd", "run", str(tmp_path / "experiment.toml"), f"--out={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.strip()
     assert expected in message
     assert "\n" not in message
     assert not (tmp_path / "run").exists()
