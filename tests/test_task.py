@@ -204,6 +204,14 @@ def test_a_wrong_loss_or_metric_is_one_line(key: str, path: str, expected: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_negative_loss_is_fine_for_fedavg_and_one_line_for_feddd(tmp_path: Path) -> None:
+    task = {"loss": "own_data:below_zero", "metric": "own_data:near", "higher_is_better": True}
+    made = regression(task=task, strategy=[{"name": "fedavg"}])
+    assert feddd.run(parse_experiment(made), tmp_path / "fedavg", workers=1).rows("rounds")[1]["train_loss"] < 0
+    with pytest.raises(feddd.InputError, match=r"in round 2 a client's loss is -9.*FedDD weighs clients by losses"):
+        feddd.run(parse_experiment(regression(task=task)), tmp_path / "feddd", workers=1)
+
+
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
