@@ -49,9 +49,12 @@ def _goes_up(value: Range | None) -> Range | None:
 
 
 class FleetSection(Section):
-    """Links and devices: `[low, high]` is drawn uniformly per client, one number is the same for all."""
+    """Links and devices: `[low, high]` is drawn uniformly per client, one number is the same for all.
 
-    clients: Count = 100
+    clients: left out under partition "natural", all owners of samples (None)
+    """
+
+    clients: Count | None = 100
     uplink_bits_per_s: Range | None = (1e4, 5e4)
     downlink_bits_per_s: Range | None = (4e4, 2e5)
     cpu_hz: Range | None = (1e9, 1e10)
@@ -260,6 +263,21 @@ class Experiment(Section):
             isinstance(task, dict) and task.get("metric", LOSSES.get(task.get("loss", ""), "accuracy")) != "accuracy"
         )
         return {"targets": ()} | given if other else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_owners_are_clients(cls, given: Any) -> Any:
+        """A fleet whose size is not given has as many clients as a natural partition has owners."""
+        data, fleet = (given.get(key, {}) for key in ("data", "fleet")) if isinstance(given, dict) else (None, None)
+        if not isinstance(data, dict) or not isinstance(fleet, dict) or data.get("partition") != "natural":
+            return given
+        return given | {"fleet": {"clients": None} | fleet}
+
+    @model_validator(mode="after")
+    def _clients_are_counted_or_owners(self) -> Experiment:
+        if self.fleet.clients is None and self.data.partition != "natural":
+            raise ValueError('fleet.clients is needed unless the partition is "natural"')
+        return self
 
     @field_validator("task")
     @classmethod

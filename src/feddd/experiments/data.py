@@ -77,13 +77,12 @@ def divide(
     wanted = None if file is None else file.clients
     if section.partition == "natural":
         owners = None if data.clients is None else data.clients[chosen]
-        given = experiment.fleet.clients if "clients" in experiment.fleet.model_fields_set else None
-        parts, names = natural(owners, given, wanted, rng)
+        parts, names = natural(owners, experiment.fleet.clients, wanted, rng)
         if wanted is not None and owners is not None and len(names) < len(np.unique(owners)):
             rest = len(np.unique(owners)) - len(names)
             log.warning("%d owners are not in %s and take no part", rest, experiment.fleet.file)
         return [chosen[part] for part in parts], names
-    clients = experiment.fleet.clients if wanted is None else len(wanted)
+    clients = experiment.fleet.clients or 0 if wanted is None else len(wanted)
     targets = data.train_targets[chosen]
     if ":" in section.partition:
         parts = own_split(section.partition, targets, clients, rng)

@@ -300,7 +300,7 @@ def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:
         return None
     file = fleets.read_csv(Path(fleet.file))
     count = len(file.clients)
-    if "clients" in fleet.model_fields_set and fleet.clients != count:
+    if "clients" in fleet.model_fields_set and fleet.clients not in (None, count):
         raise InputError(f"fleet.clients is {fleet.clients}, but {fleet.file} has {count} clients; leave it out")
     return file
 

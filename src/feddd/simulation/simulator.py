@@ -194,7 +194,7 @@ class Simulation:
             self._engine.restore(after.clients)
         for number in range(state.round + 1, rounds + 1):
             stopwatch = Stopwatch()
-            plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
+            plan = self._plan(strategy, state)
             stopwatch.lap("plan")
             self.check(plan)
             downs = [task.down for task in plan.tasks]
@@ -255,7 +255,7 @@ class Simulation:
 
     def holding(self, strategy: Strategy, state: ServerState) -> list[int]:
         """Return the clients whose own state the coming rounds build on; nobody if all get the full model next."""
-        plan = strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
+        plan = self._plan(strategy, state)
         if any(task.up.lasting or any(rule.lasting for rule in task.local) for task in plan.tasks):
             return np.flatnonzero(state.last_round).tolist()
         replaced = {task.client for task in plan.tasks if task.starts_afresh}
@@ -265,6 +265,13 @@ class Simulation:
             for client, mask in enumerate(state.masks)
             if mask is not None and mask != full[self._width_of[client]] and client not in replaced
         ]
+
+    def _plan(self, strategy: Strategy, state: ServerState) -> Plan:
+        number = state.round + 1
+        try:
+            return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
+        except ValueError as error:
+            raise InputError(f"in round {number} {error}") from error
 
     def _download_sizes(self, plan: Plan, sent: Sending) -> dict[int, int]:
         clients = [task.client for task in plan.tasks]

@@ -209,4 +209,7 @@ def contribution(state: ServerState, fleet: Fleet) -> NDArray[np.float64]:
     samples = known_or_mean(state.samples)
     size = fleet.droppable_bits / fleet.model_bits
     share: NDArray[np.float64] = samples / samples.sum()
-    return share * known_or_mean(state.label_coverage) * size * known_or_mean(state.losses)
+    losses = known_or_mean(state.losses)
+    if losses.min() < 0:
+        raise ValueError(f"a client's loss is {losses.min():.4g}; FedDD weighs clients by losses, which are at least 0")
+    return share * known_or_mean(state.label_coverage) * size * losses
