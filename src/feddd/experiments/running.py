@@ -40,6 +40,7 @@ from feddd.experiments.resuming import (
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
+from feddd.simulation.optimizers import check_optimizer
 from feddd.simulation.proof import Trial, settle_trainer
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World
 from feddd.simulation.training import Training
@@ -279,10 +280,12 @@ def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.i
     def build() -> nn.Module:
         return models.build(name, data.image_shape, data.classes, seed=experiment.seed)
 
+    settings = Training(**given.model_dump())
+    check_optimizer(settings)
     models.check_fit(build(), torch.zeros(2, *data.image_shape), data.classes, name)
     try:
         trial = Trial(build, data, part) if prove else None
-        training, reason = settle_trainer(build(), Training(**given.model_dump()), trial)
+        training, reason = settle_trainer(build(), settings, trial)
     except ValueError as error:
         key = "" if given.trainer == "auto" else "training.trainer, "
         raise InputError(f"{key}model {name!r}: {error}") from error

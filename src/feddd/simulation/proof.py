@@ -14,7 +14,7 @@ from torch import nn
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.simulation.samples import Layout, fill, from_buffer
-from feddd.simulation.trainers import Choice, choose_trainer, convolves, make_trainer
+from feddd.simulation.trainers import Choice, check_steps, choose_trainer, convolves, make_trainer
 from feddd.simulation.training import Local, Trained, Training
 from feddd.world.datasets import Dataset
 
@@ -45,7 +45,9 @@ def settle_trainer(model: nn.Module, training: Training, trial: Trial | None) ->
     A trainer that was asked for by name is refused with a ValueError where it does not fit.
     trial: None to believe what an earlier trial has found
     """
-    choice = choose_trainer(model) if training.trainer == "auto" else Choice(training.trainer)
+    choice = choose_trainer(model, training.optimizer) if training.trainer == "auto" else Choice(training.trainer)
+    if choice.name == "stacked":
+        check_steps(training.optimizer)
     settled = dataclasses.replace(training, trainer=choice.name)
     make_trainer(model, units(model), choice.name)
     found = disagreement(trial, settled) if trial and choice.name != "reference" else None
@@ -57,10 +59,14 @@ def settle_trainer(model: nn.Module, training: Training, trial: Trial | None) ->
 
 
 def disagreement(trial: Trial, training: Training) -> str | None:
-    """Train one client for a batch and a half both ways; return what differs, or None if nothing does."""
+    """Train one client for a batch and a half both ways; return what differs, or None if nothing does.
+
+    By plain SGD, whatever the optimiser: it is the gradients that may differ, and Adam would make much of little ones.
+    """
     build, data, part = trial.build, trial.data, trial.part
     part = part[: training.batch_size + max(1, training.batch_size // 2)]
-    training = dataclasses.replace(training, epochs=1, learning_rate=min(training.learning_rate, STEADY_LEARNING_RATE))
+    steady = min(training.learning_rate, STEADY_LEARNING_RATE)
+    training = dataclasses.replace(training, epochs=1, learning_rate=steady, optimizer="sgd")
     before = {name: tensor.clone() for name, tensor in build().state_dict().items()}
     expected = _trained(build(), data, part, dataclasses.replace(training, trainer="reference"))
     try:

@@ -24,6 +24,7 @@ from feddd.errors import InputError, RunError
 from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
+from feddd.simulation.optimizers import training_rules
 from feddd.simulation.samples import Layout, SampleArrays, fill
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
@@ -34,6 +35,7 @@ from feddd.simulation.training import Evaluation, Training
 from feddd.simulation.worker_process import WorkerPool, default_workers
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
+from feddd.strategies.with_rules import with_rules
 from feddd.wire.down import Sending, download_sizes, prepare, reference_after
 from feddd.wire.format import coverage_size, pack_mask
 from feddd.wire.local import absorb_vectors, vector_bytes
@@ -178,7 +180,7 @@ class Simulation:
             if all(upload.status == "diverged" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
-                    f"a smaller learning rate than {self.world.training.learning_rate:g} may help"
+                    f"a smaller learning rate than {self.world.training.in_round(number).learning_rate:g} may help"
                 )
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, plan, result)
@@ -202,7 +204,7 @@ class Simulation:
     def check(self, plan: Plan) -> None:
         """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
         try:
-            check_plan(plan, len(self.fleet))
+            check_plan(with_rules(plan, training_rules(self.world.training)), len(self.fleet))
         except ValueError as error:
             raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):

@@ -43,13 +43,20 @@ class Choice:
     reason: str = ""
 
 
-def choose_trainer(model: nn.Module) -> Choice:
-    """Return the trainer for this model; it depends on nothing but the model's layers."""
+def choose_trainer(model: nn.Module, optimizer: str = "sgd") -> Choice:
+    """Return the trainer for this model; it depends on nothing but the model's layers and who makes the steps."""
     try:
+        check_steps(optimizer)
         chain(model)
     except Unfit as error:
         return Choice("channels_last" if convolves(model) else "reference", str(error))
     return Choice("stacked")
+
+
+def check_steps(optimizer: str) -> None:
+    """Refuse to train clients in stacks by an optimiser of the user's own: it knows one model."""
+    if ":" in optimizer:
+        raise Unfit(f"optimizer {optimizer!r} takes one client at a time")
 
 
 def convolves(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from feddd.experiments.loading import load_experiment
 from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.api import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
+from feddd.simulation.optimizers import training_rules
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
 from feddd.simulation.training import Local, Samples, evaluate, train
@@ -161,7 +162,7 @@ def train_client(
 
     config: may ask for a scaler of hidden layers or a proximal term, which the metrics confirm
     """
-    rules, confirmed = rules_of(config)
+    (rules, confirmed), training = rules_of(config), world.training.in_round(number)
     model = build_model(world, client % models.widths(world.model))
     model.load_state_dict(state)
     data, part = world.dataset, world.parts[client]
@@ -169,10 +170,10 @@ def train_client(
     images, labels = (torch.from_numpy(each[part]) for each in (data.train_images, data.train_labels))
     local = Local(0, len(part), stream(world.seed, "batches", number, client), rules)
     before = {name: tensor.detach().clone()[None] for name, tensor in model.named_parameters()}
-    at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), world.training.learning_rate)
+    at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), training.learning_rate)
     with single_thread():
-        samples, stepping = Samples(images, labels, scale, shift), start_rules([rules], at)
-        losses = train(model, samples, local, world.training, rules=stepping).double()
+        samples, stepping = Samples(images, labels, scale, shift), start_rules([rules + training_rules(training)], at)
+        losses = train(model, samples, local, training, rules=stepping).double()
     return dict(model.state_dict()), {
         "train_loss": float(losses.mean()),
         "num-examples": len(part),
