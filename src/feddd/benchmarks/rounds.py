@@ -29,7 +29,6 @@ from feddd.benchmarks.measuring import (
 from feddd.simulation.simulator import Simulation, World
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.feddd import FedDD
-from feddd.world import models
 
 PEERS = {"flower": 10.0, "pfl": 6.0, "jax": 2.8, "fedlab": None}
 """Frameworks that can be pointed to, and how many times faster a round of ours is to be."""
@@ -162,7 +161,7 @@ def ray(settings: Settings) -> Iterator[Figure]:
 
 
 def _weights(world: World) -> dict[str, NDArray[np.float32]]:
-    module = models.build(world.model, world.dataset.image_shape, world.dataset.classes, seed=world.seed)
+    module = world.build()
     return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
 
 

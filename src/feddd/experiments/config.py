@@ -123,10 +123,12 @@ class ModelSection(_Section):
     """Which network: one of the paper's ("cnn2/4": a quarter of its widths), or package.module:function.
 
     output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
+    arguments: keyword arguments of the function
     """
 
     name: str = "mlp"
     output: Literal["softmax"] | None = None
+    arguments: dict[str, Any] | None = None
 
     @field_validator("name")
     @classmethod
@@ -139,6 +141,8 @@ class ModelSection(_Section):
     def _own_models_have_their_own_output(self) -> ModelSection:
         if self.output and ":" in self.name:
             raise ValueError(f"output belongs to the networks that come with the package, not to {self.name!r}")
+        if self.arguments and ":" not in self.name:
+            raise ValueError(f"arguments belong to a model by {IMPORT_PATH}, not to {self.name!r}")
         return self
 
     @property

@@ -44,7 +44,9 @@ _TABLES = ("rounds", "clients", "classes", "timings")
 
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """A digest of everything that a run's numbers come from, as far as it was given from outside."""
-    world, digest = simulation.world, hashlib.sha256(recorded(experiment).to_toml().encode())
+    # What is left at its default is left out, so that a new option does not keep anybody from going on.
+    facts = recorded(experiment).model_dump(mode="json", exclude_defaults=True)
+    world, digest = simulation.world, hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     devices = world.devices
     for array in (
         *world.parts,

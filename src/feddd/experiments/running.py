@@ -253,7 +253,8 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
     training = _training(experiment, data, parts[0], prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    return World(data, parts, devices, experiment.model.network, training, seed, faults)
+    model = experiment.model
+    return World(data, parts, devices, model.network, training, seed, faults, model.arguments or {})
 
 
 def _held_out(
@@ -278,7 +279,8 @@ def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.i
         raise InputError(f"training.device {given.device!r} cannot be used here: {reason}") from error
 
     def build() -> nn.Module:
-        return models.build(name, data.image_shape, data.classes, seed=experiment.seed)
+        arguments = experiment.model.arguments
+        return models.build(name, data.image_shape, data.classes, seed=experiment.seed, arguments=arguments)
 
     settings = Training(**given.model_dump())
     check_optimizer(settings)

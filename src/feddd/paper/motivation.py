@@ -17,7 +17,6 @@ from feddd.experiments.results import Results
 from feddd.experiments.running import build_world
 from feddd.simulation.shard import single_thread
 from feddd.simulation.training import Local, Samples, Training, evaluate, train
-from feddd.world import models
 from feddd.world.datasets import Dataset
 
 SHARES = (0.0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -45,7 +44,7 @@ def label_share(
         images, truth = (torch.from_numpy(each[of_label]) for each in (data.inputs(data.test_images), data.test_labels))
         for share in SHARES:
             rng = stream(experiment.seed, "label-share", label, round(1000 * share))
-            model = models.build(world.model, data.image_shape, data.classes, seed=experiment.seed)
+            model = world.build()
             chosen = _mixture(data, label, share, samples, rng)
             with single_thread():
                 train(model, _samples(data, chosen), Local(0, len(chosen), rng), settings)

@@ -86,6 +86,7 @@ class ShardSpec:
     coverage: Arrays | None = None
     wire: bool = False
     state_dir: Path | None = None
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Shard:
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
-            module = models.build(spec.model, shape, spec.classes, width).to(device)
+            arguments = spec.model_arguments
+            module = models.build(spec.model, shape, spec.classes, width, arguments=arguments).to(device)
             if width == 0:
                 module.load_state_dict(_from_arrays(spec.constants), strict=False)
             table = units(module)

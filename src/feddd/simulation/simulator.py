@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from feddd.core.aggregation import Aggregator
 from feddd.core.convergence import mask_error
@@ -57,7 +57,7 @@ class EverybodyDiverged(RunError):
 class World:
     """What all strategies of an experiment share: data split, devices, initial weights, batch order.
 
-    parts: each client's sample numbers    model: a name or import path
+    parts: each client's sample numbers    model: a name or import path    model_arguments: of the latter, by keyword
     """
 
     dataset: Dataset
@@ -67,6 +67,12 @@ class World:
     training: Training
     seed: int
     faults: Faults = field(default_factory=Faults)
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, width: int = 0) -> nn.Module:
+        """Return the network, or one of its sub-models, with its initial weights."""
+        shape, classes = self.dataset.image_shape, self.dataset.classes
+        return models.build(self.model, shape, classes, width, seed=self.seed, arguments=self.model_arguments)
 
 
 @dataclass(frozen=True)
@@ -106,16 +112,14 @@ class Simulation:
         self.world = world
         data = world.dataset
         shape = data.image_shape
-        module = models.build(world.model, shape, data.classes, seed=world.seed)
+        module = world.build()
         models.check_fit(module, torch.zeros(2, *shape), data.classes, world.model)
         self.initial = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.units = units(module)
         self._convolves = convolves(module)
         self._chain = is_chain(module)
         count = models.widths(world.model)
-        self._tables = [self.units] + [
-            units(models.build(world.model, shape, data.classes, w)) for w in range(1, count)
-        ]
+        self._tables = [self.units] + [units(world.build(width)) for width in range(1, count)]
         self._width_of = [client % count for client in range(len(world.parts))]
         self._client_tables = [self._tables[width] for width in self._width_of]
         devices = world.devices
@@ -316,6 +320,7 @@ class Simulation:
         return [
             ShardSpec(
                 model=world.model,
+                model_arguments=world.model_arguments,
                 classes=world.dataset.classes,
                 seed=world.seed,
                 training=world.training,

@@ -46,7 +46,7 @@ def _of(context: Context) -> tuple[Experiment, World]:
 
 def build_model(world: World, width: int = 0) -> torch.nn.Module:
     """The network of the experiment, or one of its sub-models, as the simulator starts it."""
-    return models.build(world.model, world.dataset.image_shape, world.dataset.classes, width, seed=world.seed)
+    return world.build(width)
 
 
 @server.main()

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +76,42 @@ def _split(name: str) -> tuple[str, int]:
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
-def build(name: str, input_shape: Sequence[int], classes: int, width: int = 0, *, seed: int = 0) -> nn.Module:
+def build(
+    name: str,
+    input_shape: Sequence[int],
+    classes: int,
+    width: int = 0,
+    *,
+    seed: int = 0,
+    arguments: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """The network, with initial weights that follow from the seed alone.
 
     input_shape: [channels, height, width]    width: which sub-model, 0 being the global model
+    arguments: what the function of an import path is called with, by keyword
     """
     # Layers initialise themselves from torch's global generator: lend it the seed and put it back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return _build(name, input_shape, classes, width)
+        return _imported(name, arguments or {}) if ":" in name else _build(name, input_shape, classes, width)
+
+
+def _imported(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Call the function of an import path."""
+    make = import_object(name)
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        known_ones = ", ".join(inspect.signature(make).parameters) or "no arguments"
+        given = "with model.arguments" if arguments else "without arguments"
+        raise InputError(f"model {name!r} must be callable {given}: {error}; it takes {known_ones}") from error
+    model = make(**arguments)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
 
 
 def _build(name: str, input_shape: Sequence[int], classes: int, width: int) -> nn.Module:
-    if ":" in name:
-        make = import_object(name)
-        try:
-            inspect.signature(make).bind()
-        except TypeError as error:
-            raise InputError(f"model {name!r} must be callable without arguments: {error}") from error
-        model = make()
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
-        return model
     if not known(name):
         raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
     base, divisor = _split(name)
