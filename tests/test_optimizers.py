@@ -29,7 +29,7 @@ from worlds import experiment
 
 COUNTS = (45, 7, 70, 33)
 CLOSE = 2e-5
-"""A thousandth of a step of Adam, which makes whole steps of what is left where gradient and weight decay cancel out."""
+"""A thousandth of a step of Adam, which makes whole steps of what is left where gradient and decay cancel out."""
 PLAIN: dict[str, Any] = {"epochs": 2, "batch_size": 16, "learning_rate": 0.02}
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -162,7 +162,7 @@ class TrainingSection(_Section):
     epochs: Count = 1
     batch_size: Count = 32
     learning_rate: Positive = 0.01
-    trainer: Literal["auto", "reference", "channels_last", "stacked"] = "auto"
+    trainer: Literal["auto", "reference", "channels_last", "batched", "stacked"] = "auto"
     device: str = "cpu"
     optimizer: str = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -292,7 +292,8 @@ def _training(experiment: Experiment, data: datasets.Dataset, part: NDArray[np.i
         key = "" if given.trainer == "auto" else "training.trainer, "
         raise InputError(f"{key}model {name!r}: {error}") from error
     if reason and prove:
-        log.warning("model %r is trained by %r (autograd, one client at a time): %s", name, training.trainer, reason)
+        how = "in stacks of clients" if training.trainer == "batched" else "one client at a time"
+        log.warning("model %r is trained by %r (autograd, %s): %s", name, training.trainer, how, reason)
     return training
 
 

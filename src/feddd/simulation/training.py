@@ -158,7 +158,7 @@ def train(
     optimizer = own_optimizer(training, parameters)
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
-    with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
+    with torch.random.fork_rng(devices=[]), scaled(model, client.width):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
             chosen = torch.from_numpy(index + client.first).to(samples.labels.device)
@@ -201,10 +201,11 @@ def _changed(
 
 
 @contextmanager
-def _scaled(model: nn.Module, width: float) -> Iterator[None]:
-    """Divide what the hidden layers put out."""
-    hidden = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][:-1]
-    hooks = [layer.register_forward_hook(lambda _, __, out: out / width) for layer in hidden if width != 1.0]
+def scaled(model: nn.Module, width: float | Tensor) -> Iterator[None]:
+    """Divide what the hidden layers put out; by a tensor where every client of a stack has its own number."""
+    plain = isinstance(width, float) and width == 1.0
+    hidden = [] if plain else [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][:-1]
+    hooks = [layer.register_forward_hook(lambda _, __, out: out / width) for layer in hidden]
     try:
         yield
     finally:
