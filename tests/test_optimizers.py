@@ -25,6 +25,7 @@ from feddd.strategies.heterofl import HeteroFL
 from feddd.strategies.scaffold import SCAFFOLD
 from feddd.wire.local import LocalRound, Rule, Scaler, start_rules
 from feddd.world.models import build
+from test_flower import grid_of, initial, strategy_of
 from worlds import experiment
 
 COUNTS = (45, 7, 70, 33)
@@ -340,3 +341,13 @@ def test_an_experiment_with_everything_is_equal_to_its_toml_after_a_round_trip(t
     (tmp_path / "full.toml").write_text(full.to_toml())
     assert load_experiment(tmp_path / "full.toml") == full
     assert isinstance(full, Experiment)
+
+
+def test_a_deployment_of_an_experiment_takes_the_same_steps(tmp_path):
+    changing = {"learning_rate_decay": 0.5, "max_gradient_norm": 1.0, "trainer": "reference"}
+    world = build_world(experiment(fleet={"clients": 6}, training={"momentum": 0.9, "weight_decay": 0.01, **changing}))
+    with Simulation(world, workers=1) as simulation:
+        *_, last = simulation.run(FedAvg(), 3)
+    result = strategy_of(world, FedAvg(), []).start(grid_of(world, tmp_path), initial(world), 3)
+    for key, tensor in result.arrays.to_torch_state_dict().items():
+        torch.testing.assert_close(tensor, last.state.model[key], rtol=1e-5, atol=1e-6)
