@@ -19,7 +19,7 @@ from feddd.world import datasets, models, partitions
 SEED, CLIENTS, CLASSES, LAYERS = 0, 10, 10, ("fc1", "fc2", "fc3")
 EPOCHS, BATCH_SIZE, LEARNING_RATE = 1, 32, 0.05
 BUDGET, MAX_DROPOUT, PENALTY = 0.6, 0.8, 0.1  # A_server, D_max, δ relative to the full model's round time
-DATA = datasets.load("fashion-mnist-mini")
+DATA = datasets.load_images("fashion-mnist-mini")
 PARTS = partitions.partition(DATA.train_labels[:2500], CLIENTS, "noniid-a", stream(SEED, "partition"), classes=CLASSES)
 UPLINK_BITS_PER_S = stream(SEED, "uplink").uniform(1e4, 5e4, CLIENTS)
 DOWNLINK_BITS_PER_S = stream(SEED, "downlink").uniform(4e4, 2e5, CLIENTS)

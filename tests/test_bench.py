@@ -12,6 +12,7 @@ from torch.nn import functional
 from feddd import FedAvg
 from feddd.benchmarks import scale, suite
 from feddd.benchmarks.measuring import Figure, Settings, own_script, program, ratio, take_turns, write_work
+from feddd.benchmarks.recurrent import next_character_world
 from feddd.errors import InputError, RunError
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
@@ -103,3 +104,14 @@ def test_memory_of_the_average_does_not_grow_with_the_clients(monkeypatch):
     (figure,) = suite.run_suite(["memory"], Settings(), lambda _: None)
     assert figure.what.startswith("averaging 400 clients")
     assert figure.measured < 1.04  # 10 of 250 MB; the 390 models more that it has seen are 916 MB
+
+
+def test_the_loop_and_our_engine_train_the_same_recurrent_network(tmp_path):
+    world = next_character_world("small", 2)
+    with Simulation(world, workers=1) as simulation:
+        (record,) = simulation.run(FedAvg(), 1)
+    assert record.evaluation is not None
+    assert set(record.state.model) == set(world.build().state_dict())
+    write_work(world, {}, tmp_path)
+    with program(sys.executable, own_script("torch_loop"), str(tmp_path)) as step:
+        assert step() > 0

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from feddd.paper.cells import cells
 from torch.nn import functional
 
 import feddd
@@ -24,7 +25,6 @@ from feddd.experiments.metrics import Metric
 from feddd.experiments.report import sentences, write_report
 from feddd.experiments.results import load_results, summarise
 from feddd.experiments.running import build_world
-from feddd.paper.cells import cells
 from feddd.reporting import print_summary
 from feddd.simulation.evaluation import evaluate
 from feddd.simulation.simulator import Simulation

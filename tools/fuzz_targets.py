@@ -546,7 +546,7 @@ def _dataset(work: Path, storage: Any) -> Target:
         which = names[data[0] % len(names)] if data else names[0]
         (folder / which).write_bytes(data[1:])
         try:
-            found = datasets.load(name, work, verify=bool(data[:1] and data[0] & 128))
+            found = datasets.load_images(name, work, verify=bool(data[:1] and data[0] & 128))
             assert found.train_images.shape == (10, *shape)
             assert len(found.test_labels) == test
         finally:

@@ -36,7 +36,7 @@ def write(name: str, header: bytes, values: NDArray[np.uint8]) -> None:
 
 def main() -> None:
     """Read the real data set (its checksums are verified) and write the subset."""
-    real = datasets.load("fashion-mnist", Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    real = datasets.load_images("fashion-mnist", Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     mini = datasets.SPECS["fashion-mnist-mini"]
     OUT.mkdir(exist_ok=True)
     parts = [("train", real.train_images, real.train_labels, mini.train)]

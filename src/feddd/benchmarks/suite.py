@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from feddd.benchmarks import checkpointing, parts, rounds, scale
+from feddd.benchmarks import checkpointing, parts, recurrent, rounds, scale
 from feddd.benchmarks.measuring import Figure, Settings
 from feddd.errors import InputError, nearest
 from feddd.files import write_atomically
@@ -24,6 +24,7 @@ Benchmark = Callable[[Settings], Iterator[Figure]]
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": rounds.engine,
     "networks": rounds.networks,
+    "recurrent": recurrent.recurrent,
     "overhead": rounds.overhead,
     "profile": rounds.profile,
     "workers": rounds.workers,

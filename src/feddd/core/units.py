@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from feddd.core.adapters import pair_adapters
+
 Params = Mapping[str, Tensor]
 """Tensors by name, a state_dict; of several clients at once ("a stack"), every tensor has one more axis in front."""
 Mask = dict[str, Tensor]
@@ -331,7 +333,7 @@ def _units_of_module(model: nn.Module) -> Units:
         layers.extend(made)
     if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has nothing to train: all of its parameters are frozen (requires_grad=False)")
-    return Units(tuple(layers), tuple(fixed), tuple(aliases), tuple(frozen))
+    return Units(tuple(pair_adapters(layers)), tuple(fixed), tuple(aliases), tuple(frozen))
 
 
 _NORMALISATION = (

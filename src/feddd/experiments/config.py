@@ -36,6 +36,7 @@ from feddd.world.objectives import LOSSES, Objective
 
 UNNAMED = "the experiment"
 """What errors call an experiment that comes from no file."""
+OPTIMIZERS = ("sgd", "adam", "adamw")
 SHANNON = ("bandwidth_hz", "power_w", "gain", "noise_w")
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -98,11 +99,13 @@ class ModelSection(Section):
 
     output: "softmax" takes the Softmax of the paper's tables literally, with the same loss on top; left out, logits
     units: package.module:function that makes the layer table of a network; left out, single channels and neurons
+    arguments: keyword arguments of the function
     """
 
     name: str = "mlp"
     output: Literal["softmax"] | None = None
     units: str | None = None
+    arguments: dict[str, Any] | None = None
 
     @field_validator("name")
     @classmethod
@@ -122,6 +125,8 @@ class ModelSection(Section):
     def _own_models_have_their_own_output(self) -> ModelSection:
         if self.output and ":" in self.name:
             raise ValueError(f"output belongs to the networks that come with the package, not to {self.name!r}")
+        if self.arguments and ":" not in self.name:
+            raise ValueError(f"arguments belong to a model by {IMPORT_PATH}, not to {self.name!r}")
         return self
 
     @property
@@ -131,13 +136,47 @@ class ModelSection(Section):
 
 
 class TrainingSection(Section):
-    """Local SGD; trainer "auto" is replaced by the one that the model gets when a run resolves its config."""
+    """Local training; trainer "auto" is replaced by the one that the model gets when a run resolves its config.
+
+    optimizer: "sgd", "adam", "adamw" or package.module:function, called with (parameters, lr=…) for every client and
+    round    momentum, weight_decay: as torch.optim has them    max_gradient_norm: longer gradients are shortened to it
+    learning_rate_later: [round, rate] pairs, from that round on    learning_rate_decay: a factor from round to round
+    """
 
     epochs: Count = 1
     batch_size: Count = 32
     learning_rate: Positive = 0.01
-    trainer: Literal["auto", "reference", "channels_last", "stacked"] = "auto"
+    trainer: Literal["auto", "reference", "channels_last", "batched", "stacked"] = "auto"
     device: str = "cpu"
+    optimizer: str = "sgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    max_gradient_norm: Positive | None = None
+    learning_rate_later: tuple[tuple[Count, Positive], ...] = ()
+    learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if ":" not in value and value not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {value!r}; {nearest(value, (*OPTIMIZERS, IMPORT_PATH))}")
+        return value
+
+    @field_validator("learning_rate_later")
+    @classmethod
+    def _rounds_go_up(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        turns = [turn for turn, _ in value]
+        if turns != sorted(set(turns)) or any(turn < 2 for turn in turns):
+            raise ValueError(f"takes [round, rate] pairs with rounds that go up from 2, not {[list(p) for p in value]}")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_optimizer(self) -> TrainingSection:
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f'momentum belongs to optimizer "sgd", not to {self.optimizer!r}, which has its own')
+        if self.weight_decay and ":" in self.optimizer:
+            raise ValueError(f"weight_decay belongs to {', '.join(OPTIMIZERS)}; {self.optimizer!r} sets its own")
+        return self
 
 
 class FaultsSection(Section):
@@ -312,7 +351,7 @@ class Experiment(Section):
     def import_paths(self) -> list[str]:
         """The package.module:function that it names."""
         names = [self.model.name, self.model.units or "", self.data.dataset, self.data.partition]
-        names += [self.objective.loss, self.objective.metric]
+        names += [self.objective.loss, self.objective.metric, self.training.optimizer]
         for section in self.strategy:
             names += [section.name, section.options.get("server", {}).get("name", "")]
             names += [rule["name"] for rule in section.options.get("local", ())]

@@ -21,6 +21,7 @@ from feddd.strategies.fedprox import FedProx, Proximal
 from feddd.strategies.fedrolex import FedRolex
 from feddd.strategies.fjord import FjORD
 from feddd.strategies.heterofl import HeteroFL
+from feddd.strategies.local_optimizers import Clip
 from feddd.strategies.oort import Oort
 from feddd.strategies.scaffold import SCAFFOLD, ControlVariates
 from feddd.strategies.server_optimizers import FedAdam, FedAvgM
@@ -49,6 +50,7 @@ RULES: Mapping[str, Any] = {
     "proximal": Proximal,
     "momentum": Momentum,
     "weight-decay": WeightDecay,
+    "clip": Clip,
     "control-variates": ControlVariates,
 }
 """Every rule of local training by name: `local` takes them in any strategy."""

@@ -45,10 +45,11 @@ log = logging.getLogger("feddd")
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """A digest of everything that a run's numbers come from, as far as it was given from outside.
 
-    How many rounds there are to be is left out: a run may get more of them.
+    How many rounds there are to be is left out: a run may get more of them. So is what is left at its default: a new
+    option does not keep anybody from going on.
     """
-    settings = recorded(experiment).model_copy(update={"rounds": 1})
-    world, digest = simulation.world, hashlib.sha256(settings.to_toml().encode())
+    settings = recorded(experiment).model_dump(mode="json", exclude_defaults=True, exclude={"rounds"})
+    world, digest = simulation.world, hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     devices = world.devices
     for array in (
         *world.parts,

@@ -40,6 +40,7 @@ from feddd.experiments.resuming import (
 )
 from feddd.experiments.tables import Rows, Tables, partition_table
 from feddd.simulation.faults import Faults
+from feddd.simulation.optimizers import check_optimizer
 from feddd.simulation.proof import Trial, settle_trainer
 from feddd.simulation.simulator import EngineName, RoundRecord, Simulation, World, try_model
 from feddd.simulation.trainers import obstacle_of
@@ -246,8 +247,12 @@ def build_world(experiment: Experiment, data_dir: Path | None = None, *, prove: 
     training = _training(experiment, data, parts, prove)
     devices = _devices(experiment.fleet, file, seed, [len(part) * training.epochs for part in parts])
     faults = experiment.faults.build() if experiment.faults else Faults()
-    network, objective = experiment.model.network, experiment.objective
-    return World(data, parts, devices, network, training, seed, faults, objective, names, experiment.model.units)
+    model, objective = experiment.model, experiment.objective
+    return World(
+        *(data, parts, devices, model.network, training, seed, faults, objective, names),
+        units=model.units,
+        model_arguments=model.arguments or {},
+    )
 
 
 def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.int64]], prove: bool) -> Training:
@@ -259,22 +264,24 @@ def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.
         reason = str(error).splitlines()[0]
         raise InputError(f"training.device {given.device!r} cannot be used here: {reason}") from error
 
-    objective = experiment.objective
+    objective, arguments = experiment.objective, experiment.model.arguments
     classes = objective.classes(data)
 
     def build() -> nn.Module:
-        return models.build(name, data.input_shape, classes, seed=experiment.seed)
+        return models.build(name, data.input_shape, classes, seed=experiment.seed, arguments=arguments)
 
+    settings, obstacle = Training(**given.model_dump()), obstacle_of(data, objective)
+    check_optimizer(settings)
     try_model(build(), data, parts, objective, name)
     try:
         trial = Trial(build, data, parts[0], objective) if prove else None
-        settings, obstacle = Training(**given.model_dump()), obstacle_of(data, objective)
         training, reason = settle_trainer(build(), settings, trial, obstacle)
     except ValueError as error:
         key = "" if given.trainer == "auto" else "training.trainer, "
         raise InputError(f"{key}model {name!r}: {error}") from error
     if reason and prove and not obstacle:
-        log.warning("model %r is trained by %r (autograd, one client at a time): %s", name, training.trainer, reason)
+        how = "in stacks of clients" if training.trainer == "batched" else "one client at a time"
+        log.warning("model %r is trained by %r (autograd, %s): %s", name, training.trainer, how, reason)
     return training
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 from feddd.core.streams import stream
 from feddd.core.units import units
 from feddd.simulation.samples import make_samples
-from feddd.simulation.trainers import Choice, choose_trainer, convolves, make_trainer
+from feddd.simulation.trainers import Choice, check_steps, choose_trainer, convolves, make_trainer
 from feddd.simulation.training import Local, Trained, Training
 from feddd.world.dataset import Dataset
 from feddd.world.objectives import CLASSIFICATION, Objective
@@ -51,7 +51,11 @@ def settle_trainer(
     """
     if obstacle and training.trainer == "stacked":
         raise ValueError(f'trainer "stacked" does not fit: {obstacle}; use "auto" or "reference"')
-    choice = choose_trainer(model, obstacle) if training.trainer == "auto" else Choice(training.trainer)
+    choice = Choice(training.trainer)
+    if training.trainer == "auto":
+        choice = choose_trainer(model, training.optimizer, obstacle)
+    if choice.name in ("stacked", "batched"):
+        check_steps(training.optimizer)
     settled = dataclasses.replace(training, trainer=choice.name)
     make_trainer(model, units(model), choice.name)
     found = disagreement(trial, settled) if trial and choice.name != "reference" else None
@@ -63,15 +67,21 @@ def settle_trainer(
 
 
 def disagreement(trial: Trial, training: Training) -> str | None:
-    """Train one client for a batch and a half both ways; return what differs, or None if nothing does."""
+    """Train one client for a batch and a half both ways; return what differs, or None if nothing does.
+
+    By plain SGD, whatever the optimiser: it is the gradients that may differ, and Adam would make much of little ones.
+    """
     build, part = trial.build, trial.part
     part = part[: training.batch_size + max(1, training.batch_size // 2)]
-    training = dataclasses.replace(training, epochs=1, learning_rate=min(training.learning_rate, STEADY_LEARNING_RATE))
+    steady = min(training.learning_rate, STEADY_LEARNING_RATE)
+    training = dataclasses.replace(training, epochs=1, learning_rate=steady, optimizer="sgd")
     before = {name: tensor.clone() for name, tensor in build().state_dict().items()}
-    expected = _trained(trial, part, dataclasses.replace(training, trainer="reference"))
+    # Stacks by autograd have a second client, with fewer samples: how its batches are filled up must not matter.
+    counts = [len(part), max(1, len(part) // 2)] if training.trainer == "batched" else [len(part)]
+    expected = _trained(trial, part, counts, dataclasses.replace(training, trainer="reference"))
     try:
-        found = _trained(trial, part, training)
-    except (RuntimeError, ValueError, KeyError) as error:
+        found = _trained(trial, part, counts, training)
+    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as error:
         return f"it fails with {' '.join(str(error).split())}"
     for name, after in expected.after.items():
         start = before[name].to(after.device)
@@ -83,8 +93,8 @@ def disagreement(trial: Trial, training: Training) -> str | None:
     return None
 
 
-def _trained(trial: Trial, part: NDArray[np.int64], training: Training) -> Trained:
-    """Train the model as a worker does, from its own weights."""
+def _trained(trial: Trial, part: NDArray[np.int64], counts: Sequence[int], training: Training) -> Trained:
+    """Train the model as a worker does, from its own weights; counts: the samples of each client, from the first on."""
     model = trial.build()
     together = training.trainer != "reference" and convolves(model)
     samples, _ = make_samples(trial.data, part, trial.objective, channels_last=together, device=training.device)
@@ -92,4 +102,6 @@ def _trained(trial: Trial, part: NDArray[np.int64], training: Training) -> Train
     trainer = make_trainer(model, table, training.trainer)
     tensors = model.state_dict()
     stack = {slot.name: tensors[slot.name].clone(memory_format=torch.contiguous_format)[None] for slot in table.slots}
-    return trainer.train(stack, samples, [Local(0, len(part), stream(0, "proof"))], training)
+    stack = {name: own.repeat_interleave(len(counts), 0) for name, own in stack.items()}
+    clients = [Local(0, count, stream(0, "proof", *[place][:place])) for place, count in enumerate(counts)]
+    return trainer.train(stack, samples, clients, training)

@@ -26,6 +26,7 @@ from feddd.core.units import Params, Units
 from feddd.simulation.client_state import ClientStates, StateArrays
 from feddd.simulation.evaluation import Evaluation, evaluate_chunks, evaluate_each
 from feddd.simulation.faulty_uploads import ABSENT, fault_of, receive_answers
+from feddd.simulation.optimizers import training_rules
 from feddd.simulation.reduction import Node, Partial, merge_partials, reduce_tree
 from feddd.simulation.samples import SampleArrays
 from feddd.simulation.stopwatch import Stopwatch
@@ -90,6 +91,7 @@ class ShardSpec:
     state_dir: Path | None = None
     objective: Objective = CLASSIFICATION
     units: str | None = None
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,12 @@ class _Width:
 class _Round:
     """What a shard is told of a round.
 
-    model: as clients decode it    known, sizes: the downloads, by width of model, and their sizes, by client
-    vectors: what rules of local training send beside it
+    training: at its learning rate    model: as clients decode it    known: the downloads, by width of model
+    vectors: what rules of local training send beside it    sizes: of the downloads, by client
     """
 
     number: int
+    training: Training
     model: Params
     known: Mapping[int, Known]
     vectors: Vectors
@@ -153,7 +156,8 @@ class Shard:
         coverage = {name: torch.from_numpy(share) for name, share in (spec.coverage or {}).items()}
         self._widths = {}
         for width in sorted({0, *spec.widths.values()}):
-            module = models.build(spec.model, shape, spec.classes, width).to(device)
+            arguments = spec.model_arguments
+            module = models.build(spec.model, shape, spec.classes, width, arguments=arguments).to(device)
             if width == 0:
                 module.load_state_dict(_from_arrays(spec.constants), strict=False)
             (table,) = models.layer_tables([module], spec.units)
@@ -180,7 +184,8 @@ class Shard:
         with single_thread():
             known = {width: self._known(width, download) for width in self._widths}
             vectors = {name: self._own_model(0, _from_arrays(own)) for name, own in download.vectors.items()}
-            order = _Round(number, _from_arrays(download.sent), known, vectors, download.sizes)
+            training, model = self.spec.training.in_round(number), _from_arrays(download.sent)
+            order = _Round(number, training, model, known, vectors, download.sizes)
             by_client = {task.client: task for task in tasks}
             uploads: list[Upload] = []
             partials: dict[Node, Partial] = {}
@@ -255,9 +260,9 @@ class Shard:
         before = self._download(tasks, states, known, table)
         stopwatch.lap("download")
         clients = [self._local(number, task) for task in tasks]
-        local = self._local_round(tasks, states, before, order.vectors, table)
-        rules = start_rules([task.local for task in tasks], local)
-        trained = width.trainer.train(before, self._train_samples, clients, self.spec.training, rules)
+        local = self._local_round(order, tasks, states, before, table)
+        rules = start_rules([task.local + training_rules(order.training) for task in tasks], local)
+        trained = width.trainer.train(before, self._train_samples, clients, order.training, rules)
         fine = trained.finite()
         stopwatch.lap("training")
         uploads = [
@@ -292,12 +297,12 @@ class Shard:
         return uploads + answered
 
     def _local_round(
-        self, tasks: Sequence[Task], states: Sequence[ClientState], before: Params, vectors: Vectors, table: Units
+        self, order: _Round, tasks: Sequence[Task], states: Sequence[ClientState], before: Params, table: Units
     ) -> LocalRound:
         """Return what rules of local training may look at."""
-        training = self.spec.training
+        training = order.training
         steps = [training.epochs * -(-self._count(task.client) // training.batch_size) for task in tasks]
-        return LocalRound(table, before, states, vectors, torch.tensor(steps), training.learning_rate)
+        return LocalRound(table, before, states, order.vectors, torch.tensor(steps), training.learning_rate)
 
     def _at(
         self,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from feddd.simulation.engine import Engine, assign_blocks, block_ranges
 from feddd.simulation.evaluation import TEST_CHUNK, Evaluation
 from feddd.simulation.faults import Faults
 from feddd.simulation.forecast import ClientRow, foresee
+from feddd.simulation.optimizers import training_rules
 from feddd.simulation.samples import Layout, SampleArrays, fill, lay_out, make_samples
 from feddd.simulation.shard import Arrays, Download, ShardResult, ShardSpec, single_thread, to_arrays
 from feddd.simulation.snapshot import Snapshot
@@ -34,6 +35,7 @@ from feddd.simulation.training import Training
 from feddd.simulation.worker_process import WorkerPool, default_workers
 from feddd.simulation.workers import InProcess, Processes
 from feddd.strategies.protocol import Plan, ServerState, Strategy, check_plan, make_fleet, start
+from feddd.strategies.with_rules import with_rules
 from feddd.wire.down import Sending, download_sizes, prepare, reference_after
 from feddd.wire.format import coverage_size, pack_mask
 from feddd.wire.local import absorb_vectors, vector_bytes
@@ -56,6 +58,7 @@ class World:
 
     parts: each client's sample numbers    model: a name or import path    names: of the clients; empty for numbers
     units: an import path; None for channels and neurons
+    model_arguments: of a model by import path
     """
 
     dataset: Dataset
@@ -68,6 +71,7 @@ class World:
     objective: Objective = CLASSIFICATION
     names: tuple[str, ...] = ()
     units: str | None = None
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def classes(self) -> int | None:
@@ -76,7 +80,8 @@ class World:
 
     def build_model(self, width: int = 0) -> nn.Module:
         """Return the network, or one of its sub-models, with its initial weights."""
-        return models.build(self.model, self.dataset.input_shape, self.classes, width, seed=self.seed)
+        facts = self.dataset.input_shape, self.classes, width
+        return models.build(self.model, *facts, seed=self.seed, arguments=self.model_arguments)
 
     def label_counts(self) -> NDArray[np.int64] | None:
         """Return how many samples of each class each client has, [clients, classes]; None where there are none."""
@@ -212,7 +217,7 @@ class Simulation:
             if all(upload.status == "diverged" for upload in uploads):
                 raise EverybodyDiverged(
                     f"in round {number} the training of every client diverged (loss or weights not finite); "
-                    f"a smaller learning rate than {self.world.training.learning_rate:g} may help"
+                    f"a smaller learning rate than {self.world.training.in_round(number).learning_rate:g} may help"
                 )
             with single_thread():  # two threads that wait for each other lose to any neighbour
                 model, error = self._aggregate(state, plan, result)
@@ -237,7 +242,7 @@ class Simulation:
     def check(self, plan: Plan) -> None:
         """Refuse a plan that nobody can carry out, or one of sub-models where they would not be networks."""
         try:
-            check_plan(plan, len(self.fleet), self.units)
+            check_plan(with_rules(plan, training_rules(self.world.training)), len(self.fleet), self.units)
         except ValueError as error:
             raise InputError(f"in round {plan.round} {error}") from error
         if not self._chain and any(task.down.sub_model is not None for task in plan.tasks):
@@ -352,6 +357,7 @@ class Simulation:
         return [
             ShardSpec(
                 model=world.model,
+                model_arguments=world.model_arguments,
                 units=world.units,
                 classes=world.classes,
                 seed=world.seed,

@@ -195,7 +195,7 @@ def stack_trainer(network: Chain) -> Train:
         device = samples.targets.device
         # Longest first: those still at work are always the first of the stack.
         order = sorted(range(len(clients)), key=lambda place: -clients[place].count)
-        numbers, sizes = _schedule([clients[place] for place in order], training)
+        numbers, sizes = schedule([clients[place] for place in order], training)
         index = torch.from_numpy(numbers).to(device)
         labels = samples.targets.index_select(0, index.flatten()).view(*index.shape, 1)
         counted = torch.arange(training.batch_size, device=device) < torch.from_numpy(sizes).to(device).unsqueeze(2)
@@ -276,7 +276,7 @@ def _side_by_side(images: Tensor) -> Tensor:
     return images.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
 
 
-def _schedule(clients: Sequence[Local], training: Training) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def schedule(clients: Sequence[Local], training: Training) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Sample numbers [steps, clients, batch], short batches padded with the first sample, and their sizes."""
     steps = training.epochs * -(-clients[0].count // training.batch_size)
     numbers = np.zeros((steps, len(clients), training.batch_size), dtype=np.int64)

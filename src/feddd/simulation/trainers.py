@@ -2,10 +2,12 @@
 
 - "stacked": chains of convolutions, pooling and linear layers, with gradients written out; small models in stacks of
   clients, large ones one client at a time;
+- "batched": autograd over stacks of clients, for other small models of dense layers (see `batched`);
 - "channels_last": autograd for other models with two-dimensional convolutions, one client at a time, pixels' channels
   together;
-- "reference": autograd for every other model, one client at a time. It is also the oracle: before a run the other two
-  have to agree with it on a first few steps (see `proof`).
+- "reference": autograd for every other model, one client at a time; with one thread for each worker that is also the
+  fast way for recurrent layers, whose kernels are torch's own. It is also the oracle: before a run the other three have
+  to agree with it on a first few steps (see `proof`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from feddd.core.units import Params, Units
+from feddd.simulation.batched import batch_trainer, check_batched
 from feddd.simulation.stacked import Unfit, chain, stack_trainer
 from feddd.simulation.training import Local, Samples, Train, Trained, Training, own_modes, train
 from feddd.wire.local import Stepping
@@ -46,17 +49,18 @@ class Choice:
     reason: str = ""
 
 
-def choose_trainer(model: nn.Module, obstacle: str = "") -> Choice:
-    """Return the trainer for this model; it depends on nothing but the model's layers, the loss and the kind of data.
+def choose_trainer(model: nn.Module, optimizer: str = "sgd", obstacle: str = "") -> Choice:
+    """Return the trainer for this model; it depends on its layers, who makes the steps, the loss and the kind of data.
 
     obstacle: why the loss or the data allow autograd only, see `obstacle_of`
     """
     try:
+        check_steps(optimizer)
         if obstacle:
             raise Unfit(obstacle)
         chain(model)
     except Unfit as error:
-        return Choice("channels_last" if convolves(model) else "reference", str(error))
+        return _by_autograd(model, optimizer, str(error))
     return Choice("stacked")
 
 
@@ -71,6 +75,25 @@ def obstacle_of(data: Dataset, objective: Objective) -> str:
     return "" if data.train_targets.ndim == 1 else "a sample has several targets"
 
 
+def _by_autograd(model: nn.Module, optimizer: str, reason: str) -> Choice:
+    """Return the trainer for a model that is no chain, for this reason."""
+    if convolves(model):
+        return Choice("channels_last", reason)
+    try:
+        check_steps(optimizer)
+        check_batched(model)
+    except Unfit as error:
+        also = "" if str(error) == reason else f", and {error}"
+        return Choice("reference", f"{reason}{also}")
+    return Choice("batched", reason)
+
+
+def check_steps(optimizer: str) -> None:
+    """Refuse to train clients in stacks by an optimiser of the user's own: it knows one model."""
+    if ":" in optimizer:
+        raise Unfit(f"optimizer {optimizer!r} takes one client at a time")
+
+
 def convolves(model: nn.Module) -> bool:
     """Whether the model has two-dimensional convolutions, which like a pixel's channels together."""
     return any(isinstance(layer, nn.Conv2d) for layer in model.modules())
@@ -78,7 +101,7 @@ def convolves(model: nn.Module) -> bool:
 
 def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
     """A trainer by name; the two that train one client at a time use the model as their workbench."""
-    if name != "reference":
+    if name in ("stacked", "channels_last"):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     if name == "stacked":
         try:
@@ -89,6 +112,14 @@ def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
             ) from error
         small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         return Trainer(stack_trainer(network), STACK if small else 1)
+    if name == "batched":
+        try:
+            check_batched(model)
+        except Unfit as error:
+            raise ValueError(
+                f'trainer "batched" does not fit this model: {error}; use "auto" or "reference"'
+            ) from error
+        return Trainer(batch_trainer(model, table), 2 * STACK)
     return Trainer(_one_by_one(model, table), 1)
 
 

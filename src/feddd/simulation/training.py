@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from feddd.core.units import Params
+from feddd.simulation.optimizers import own_optimizer
 from feddd.wire.chosen import some
 from feddd.wire.local import Rule, Scaler, Stepping, change_gradients
 from feddd.world.objectives import CLASSIFICATION, Objective, apply
@@ -22,13 +24,29 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Training:
-    """How clients train: SGD for so many epochs, by the trainer of this name, on this device of torch's."""
+    """How clients train: for so many epochs, by the trainer of this name, on this device of torch's.
+
+    optimizer: "sgd", "adam", "adamw", or what makes one of torch's for a client's round, by import path
+    max_gradient_norm: shorten longer gradients to this    learning_rate_later: (round, rate) pairs, from that round on
+    learning_rate_decay: what the rate is multiplied by from round to round
+    """
 
     epochs: int = 1
     batch_size: int = 32
     learning_rate: float = 0.01
     trainer: str = "reference"
     device: str = "cpu"
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_gradient_norm: float | None = None
+    learning_rate_later: tuple[tuple[int, float], ...] = ()
+    learning_rate_decay: float = 1.0
+
+    def in_round(self, number: int) -> Training:
+        """Return the settings with the learning rate of a round; rounds count from 1."""
+        begun = [self.learning_rate, *(rate for turn, rate in self.learning_rate_later if turn <= number)]
+        return dataclasses.replace(self, learning_rate=begun[-1] * self.learning_rate_decay ** (number - 1))
 
 
 @dataclass(frozen=True)
@@ -151,9 +169,10 @@ def train(
         module.training = mode
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
+    optimizer = own_optimizer(training, parameters)
     sample_losses = []
     # Stochastic layers draw from torch's global generator: lend it the client's own seed and put it back.
-    with torch.random.fork_rng(devices=[]), _scaled(model, client.width):
+    with torch.random.fork_rng(devices=[]), scaled(model, client.width):
         torch.default_generator.manual_seed(int(client.rng.integers(2**63)))
         for index in batches(client.count, training, client.rng):
             chosen = torch.from_numpy(index + client.first).to(samples.targets.device)
@@ -162,11 +181,26 @@ def train(
             with torch.no_grad():
                 if rules:
                     gradients, rules = _changed(named, gradients, rules)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    if gradient is not None:
-                        parameter.add_(gradient, alpha=-training.learning_rate)
+                _step(parameters, gradients, training.learning_rate, optimizer)
             sample_losses.append(losses.detach())
     return torch.cat(sample_losses)
+
+
+def _step(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    learning_rate: float,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Follow the gradients, or let an optimiser of the user's own do it; what has none stays."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if optimizer is not None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.add_(gradient, alpha=-learning_rate)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _changed(
@@ -180,10 +214,11 @@ def _changed(
 
 
 @contextmanager
-def _scaled(model: nn.Module, width: float) -> Iterator[None]:
-    """Divide what the hidden layers put out."""
-    hidden = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][:-1]
-    hooks = [layer.register_forward_hook(lambda _, __, out: out / width) for layer in hidden if width != 1.0]
+def scaled(model: nn.Module, width: float | Tensor) -> Iterator[None]:
+    """Divide what the hidden layers put out; by a tensor where every client of a stack has its own number."""
+    plain = isinstance(width, float) and width == 1.0
+    hidden = [] if plain else [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][:-1]
+    hooks = [layer.register_forward_hook(lambda _, __, out: out / width) for layer in hidden]
     try:
         yield
     finally:

@@ -24,15 +24,19 @@ class WithRules:
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
         """Plan what the method does, with the rules."""
-        plan = self.method.plan(state, fleet, rng)
-        tasks = tuple(dataclasses.replace(task, local=task.local + self.rules) for task in plan.tasks)
-        return dataclasses.replace(plan, tasks=tasks)
+        return with_rules(self.method.plan(state, fleet, rng), self.rules)
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
     ) -> ServerState:
         """Digest the round as the method does."""
         return self.method.absorb(state, fleet, plan, uploads, model)
+
+
+def with_rules(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
+    """Return the plan whose clients also train by these rules, after their own."""
+    tasks = tuple(dataclasses.replace(task, local=task.local + rules) for task in plan.tasks)
+    return dataclasses.replace(plan, tasks=tasks)
 
 
 @dataclass(frozen=True)

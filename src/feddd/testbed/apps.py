@@ -22,6 +22,7 @@ from feddd.experiments.running import build_world, label_counts_of
 from feddd.flower import FedDDStrategy, FixedLinks, Link, RoundFacts, feddd_mod
 from feddd.flower.api import ArrayRecord, ClientApp, Context, Grid, Message, MetricRecord, RecordDict, ServerApp
 from feddd.simulation.evaluation import evaluate
+from feddd.simulation.optimizers import training_rules
 from feddd.simulation.samples import make_samples
 from feddd.simulation.shard import single_thread
 from feddd.simulation.simulator import World
@@ -177,17 +178,17 @@ def train_client(
 
     config: may ask for a scaler of hidden layers or a proximal term, which the metrics confirm
     """
-    rules, confirmed = rules_of(config)
+    (rules, confirmed), training = rules_of(config), world.training.in_round(number)
     model = build_model(world, client % models.widths(world.model))
     model.load_state_dict(state)
     part = world.parts[client]
     samples, _ = make_samples(world.dataset, part, world.objective)
     local = Local(0, len(part), stream(world.seed, "batches", number, client), rules)
     before = {name: tensor.detach().clone()[None] for name, tensor in model.named_parameters()}
-    at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), world.training.learning_rate)
+    at = LocalRound(units(model), before, [{}], {}, torch.zeros(1), training.learning_rate)
     with single_thread():
-        stepping = start_rules([rules], at)
-        losses = train(model, samples, local, world.training, rules=stepping).double()
+        stepping = start_rules([rules + training_rules(training)], at)
+        losses = train(model, samples, local, training, rules=stepping).double()
     return dict(model.state_dict()), {
         "train_loss": float(losses.mean()),
         "num-examples": len(part),

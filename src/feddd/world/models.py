@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,32 +83,47 @@ def _split(name: str) -> tuple[str, int]:
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
 
-def build(name: str, input_shape: Shape, classes: int | None, width: int = 0, *, seed: int = 0) -> nn.Module:
-    """The network, with initial weights that follow from the seed alone.
+def build(
+    name: str,
+    input_shape: Shape,
+    classes: int | None,
+    width: int = 0,
+    *,
+    seed: int = 0,
+    arguments: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Return the network, with initial weights that follow from the seed alone.
 
     input_shape: of one sample, by name where there are several inputs    classes: None to predict one number
     width: which sub-model, 0 being the global model
+    arguments: what the function of an import path is called with, by keyword
     """
     # Layers initialise themselves from torch's global generator: lend it the seed and put it back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
+        if ":" in name:
+            return _imported(name, {"input_shape": input_shape, "classes": classes}, arguments or {})
         return _build(name, input_shape, classes, width)
 
 
+def _imported(name: str, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
+    """Call the function of an import path with the arguments given, and with those of the facts that it asks for."""
+    make = import_object(name)
+    try:
+        parameters = inspect.signature(make).parameters
+        told = {key: value for key, value in facts.items() if key in parameters} | dict(arguments)
+        inspect.signature(make).bind(**told)
+    except TypeError as error:
+        known_ones = ", ".join(inspect.signature(make).parameters) or "no arguments"
+        given = "with model.arguments" if arguments else "without arguments"
+        raise InputError(f"model {name!r} must be callable {given}: {error}; it takes {known_ones}") from error
+    model = make(**told)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
 def _build(name: str, input_shape: Shape, classes: int | None, width: int) -> nn.Module:
-    if ":" in name:
-        make = import_object(name)
-        facts = {"input_shape": input_shape, "classes": classes}
-        try:
-            signature = inspect.signature(make)
-            told = {key: value for key, value in facts.items() if key in signature.parameters}
-            signature.bind(**told)
-        except TypeError as error:
-            raise InputError(f"model {name!r} must be callable without arguments: {error}") from error
-        model = make(**told)
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
-        return model
     if not known(name):
         raise InputError(f"unknown model {name!r}; {nearest(name, (*MODELS, 'package.module:function'))}")
     base, divisor = _split(name)

@@ -44,7 +44,7 @@ def main() -> None:
                 sums[name] += tensor
         state = {name: total / spec["clients"] for name, total in sums.items()}
         seconds = time.perf_counter() - begun
-        sys.stdout.write(json.dumps({"seconds": seconds, "loss": float(loss)}) + "\n")
+        sys.stdout.write(json.dumps({"seconds": seconds, "loss": float(loss.detach())}) + "\n")
         sys.stdout.flush()
 
 
