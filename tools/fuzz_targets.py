@@ -44,6 +44,9 @@ def targets(work: Path) -> dict[str, Callable[[], Target]]:
         "fleet": lambda: _fleet(work),
         "idx": lambda: _dataset(work, "idx"),
         "cifar": lambda: _dataset(work, "cifar"),
+        "npz": lambda: _npz(work),
+        "table": lambda: _table(work),
+        "image": lambda: _image(work),
         "results": lambda: _results(work),
         "archive": lambda: _archive(work),
     }
@@ -557,6 +560,70 @@ def _dataset(work: Path, storage: Any) -> Target:
     return Target(seeds, read, (feddd.InputError,), (b"\0\0\x08\x03", b"\0\0\x08\x01", b"\xff\xff\xff\xff"))
 
 
+def _npz(work: Path) -> Target:
+    import numpy as np
+
+    import feddd
+    from feddd.world.npz import read_npz
+
+    path, seeds = work / "arrays.npz", []
+    for write in (np.savez, np.savez_compressed):
+        buffer = io.BytesIO()
+        inputs = {f"{part}_inputs.x": np.ones((4, 3), np.float32) for part in ("train", "test")}
+        targets = {f"{part}_targets": np.arange(4) for part in ("train", "test")}
+        write(buffer, **inputs, **targets, clients=np.array(["a", "b", "a", "b"]), classes=np.array(list("wxyz")))
+        seeds.append(buffer.getvalue())
+
+    def read(data: bytes) -> None:
+        path.unlink(missing_ok=True)  # another one: the old may still be mapped
+        path.write_bytes(data)
+        read_npz(path)
+
+    words = (b"'descr'", b"'|O'", b"'<f8'", b"(4, 3)", b"(4294967296,)", b"(-1,)", b"True", b"\x93NUMPY", b"PK\x01\x02")
+    return Target(tuple(seeds), read, (feddd.InputError,), words)
+
+
+def _table(work: Path) -> Target:
+    import numpy as np
+
+    import feddd
+    from feddd.world.tables import read_table
+
+    path = work / "table.csv"
+    seed = b"a,b,who,split,y\n1.5,red,me,train,1\n2,blue,you,test,2\n3,red,me,train,2\n"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        for classes in (True, False):
+            read_table(path, target="y", client="who", classes=classes, rng=np.random.default_rng(0))
+
+    words = (b"nan", b"inf", b"1e999", b"2020-01-01", b"true", b'"', b"\n", b"\r", b",", b"\0", b"\xff", b"9" * 30)
+    return Target((seed,), read, (feddd.InputError,), words)
+
+
+def _image(work: Path) -> Target:
+    import numpy as np
+    from PIL import Image
+
+    import feddd
+    from feddd.world.image_folder import read_images
+
+    folder, seeds = work / "images", []
+    for part in ("train", "test"):
+        (folder / part / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((4, 5), np.uint8)).save(folder / part / "a" / "good.png")
+    for kind in ("png", "jpeg"):
+        buffer = io.BytesIO()
+        Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).save(buffer, kind)
+        seeds.append(buffer.getvalue())
+
+    def read(data: bytes) -> None:
+        (folder / "train" / "a" / "x.png").write_bytes(data)
+        read_images(folder)
+
+    return Target(tuple(seeds), read, (feddd.InputError,), (b"IHDR", b"IDAT", b"\xff\xff\xff\xff"))
+
+
 def _results(work: Path) -> Target:
     """A run's folder; the first byte says which of its files the rest is. What is read is also shown."""
     import pyarrow as pa
@@ -572,6 +639,7 @@ def _results(work: Path) -> Target:
     config = feddd.load_experiment("quickstart", ["rounds=2"]).to_toml().encode()
     environment = b'{"python": "3.11", "versions": {"torch": "2"}}'
     files = {"config.toml": config, "environment.json": environment, "summary.json": b'{"strategies": {}}'}
+    files["data.json"] = b'{"clients": ["a", "b"], "classes": ["x"]}'
 
     def table(name: str, spoil: random.Random | None = None) -> bytes:
         rows = [{field.name: _cell(field, at) for field in SCHEMAS[name]} for at in range(4)]

@@ -199,7 +199,9 @@ def _targets(array: Array, name: str) -> Array:
     if kind not in "fiub":
         raise InputError(f"{name} holds {array.dtype}; targets are classes, numbers, or sequences of them")
     _check_finite(array, name)
-    return array.astype(np.float32 if kind == "f" else np.int64, copy=False)
+    if kind == "f":
+        return array if array.dtype == np.float32 else _converted(array, np.float32, name)
+    return array.astype(np.int64, copy=False)
 
 
 def _named_targets(names: Any, train: Array, test: Array) -> tuple[tuple[str, ...], list[Array]]:

@@ -69,7 +69,14 @@ def _open(path: Path) -> NDArray[np.uint8]:
             with Image.open(path) as image:
                 grey = image.mode in ("1", "L", "I", "I;16")
                 return np.asarray(image.convert("L" if grey else "RGB"), dtype=np.uint8)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        MemoryError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
         raise InputError(f"{path.parent.name}/{path.name} is not an image that can be read: {error}") from error
 
 

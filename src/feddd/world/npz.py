@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def read_npz(path: Path) -> Dataset:
     """
     try:
         arrays = _arrays(path)
-    except (ValueError, zipfile.BadZipFile, EOFError, NotImplementedError, MemoryError) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, MemoryError) as error:
         raise InputError(f"it cannot be read: {' '.join(str(error).split())}") from error
     known = {name.partition(".")[0] for name in arrays}
     if missing := [name for name in PARTS if name not in known]:

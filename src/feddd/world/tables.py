@@ -44,26 +44,27 @@ def read_table(
     """
     try:
         table = pyarrow.csv.read_csv(path) if path.suffix.lower() == ".csv" else pq.read_table(path)
+        names: list[str] = table.column_names
     except (pa.ArrowException, ValueError) as error:
         raise InputError(f"it cannot be read: {' '.join(str(error).split())}") from error
-    twice = next((name for name in table.column_names if table.column_names.count(name) > 1), None)
+    twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"it has two columns {twice!r}")
     for what, name in (("target", target), ("client", client)):
-        if name is not None and name not in table.column_names:
-            raise InputError(f"it has no column {name!r} for {what}; {nearest(name, table.column_names)}")
-    for name in table.column_names:
+        if name is not None and name not in names:
+            raise InputError(f"it has no column {name!r} for {what}; {nearest(name, names)}")
+    for name in names:
         if missing := _missing(table[name]):
             raise InputError(f"column {name!r} has no value in {missing} of {table.num_rows} rows; fill or drop them")
     test = _test_rows(table, test_share, rng)
-    features = [name for name in table.column_names if name not in (target, client, SPLIT)]
+    features = [name for name in names if name not in (target, client, SPLIT)]
     if not features:
         raise InputError("it has no columns to learn from beside the target and the client")
     columns = [_feature(table[name], name, ~test, standardise=standardise) for name in features]
-    inputs = np.concatenate(columns, axis=1).astype(np.float32)
-    targets, names = _targets(table[target], target, classes=classes)
+    inputs = np.concatenate(columns, axis=1)
+    targets, labels = _targets(table[target], target, classes=classes)
     owners = None if client is None else _texts(table[client])[~test]
-    return Dataset(inputs[~test], targets[~test], inputs[test], targets[test], owners, names)
+    return Dataset(inputs[~test], targets[~test], inputs[test], targets[test], owners, labels)
 
 
 def _missing(column: Any) -> int:
@@ -138,5 +139,5 @@ def _targets(column: Any, name: str, *, classes: bool) -> tuple[NDArray[Any], Se
         values, numbers = np.unique(column.to_numpy(), return_inverse=True)
         return numbers.astype(np.int64), [str(value) for value in values.tolist()]
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return column.cast(pa.float64()).to_numpy().astype(np.float32), None
+        return column.cast(pa.float64()).to_numpy(), None
     raise InputError(f"the target's column {name!r} holds {kind}; it takes numbers or texts")
