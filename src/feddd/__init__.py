@@ -20,11 +20,11 @@ _HOMES = {
     "Results": "feddd.experiments.results",
     "Units": "feddd.core.units",
     "allocate": "feddd.core.allocation",
-    "decode": "feddd.wire.format",
-    "encode": "feddd.wire.format",
+    "decode": "feddd.wire.payload",
+    "encode": "feddd.wire.payload",
     "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
-    "payload_size": "feddd.wire.format",
+    "payload_size": "feddd.wire.payload",
     "resume": "feddd.experiments.running",
     "run": "feddd.experiments.running",
     "select": "feddd.core.selection",
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from feddd.strategies.fedcs import FedCS
     from feddd.strategies.feddd import FedDD
     from feddd.strategies.oort import Oort
-    from feddd.wire.format import PayloadError, decode, encode, payload_size
+    from feddd.wire.format import PayloadError
+    from feddd.wire.payload import decode, encode, payload_size
 
 __all__ = [
     "Aggregator",
