@@ -27,7 +27,7 @@ from feddd.strategies.checks import PATIENCE, Limits, Refused, read_upload
 from feddd.strategies.protocol import Task, Upload
 from feddd.testbed.running import run_testbed
 from feddd.wire import exchange
-from feddd.wire.format import encode
+from feddd.wire.payload import encode
 from feddd.wire.stage import At, Known
 from feddd.world import models
 from worlds import experiment

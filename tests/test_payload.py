@@ -266,8 +266,13 @@ def test_nothing_large_is_allocated_for_a_message_that_lies(message: str, monkey
     def refuse(*args: Any, **_: Any) -> Tensor:
         raise MemoryError(f"asked for {args}")
 
-    for maker in ("zeros", "empty", "ones", "full", "zeros_like", "empty_like", "tensor"):
+    def mask(units: int, *, dtype: torch.dtype) -> Tensor:
+        assert (units, dtype) == (64, torch.bool)
+        return torch.from_numpy(np.ones(units, np.bool_))
+
+    for maker in ("zeros", "empty", "full", "zeros_like", "empty_like", "tensor"):
         monkeypatch.setattr(torch, maker, refuse)
+    monkeypatch.setattr(torch, "ones", mask)
     tracemalloc.start()  # sees numpy's memory, which torch's tensors made from it share
     try:
         with pytest.raises(feddd.PayloadError):

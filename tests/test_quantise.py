@@ -12,17 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import feddd
-from feddd.core.units import units
+from feddd.core.units import Params, Units, units
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.strategies.fedavg import FedAvg
 from feddd.strategies.fedcs import FedCS
 from feddd.strategies.feddd import FedDD
 from feddd.strategies.oort import Oort
-from feddd.wire.format import PayloadError, decode_values, pack_mask, payload_sizes
-from feddd.wire.quantise import BITS, dequantise, greatest_code, pack_codes, quantise, quantise_stack, unpack_codes
+from feddd.wire.format import PayloadError
+from feddd.wire.quantise import BITS, Coded, dequantise, greatest_code, pack_codes, quantise_stack, unpack_codes
 from test_payload import masks, net
 from worlds import experiment
+
+
+def quantise(params: Params, table: Units, bits: int, rng: np.random.Generator) -> Coded:
+    """A stack of one."""
+    return quantise_stack({slot.name: params[slot.name][None] for slot in table.slots}, table, bits, [rng])
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -33,14 +38,14 @@ def test_rounding_is_unbiased_and_within_one_step(bits: int) -> None:
     for seed in range(draws):
         coded = quantise(params, table, bits, np.random.default_rng(seed))
         for name, value in dequantise(coded, table).items():
-            sums[name] += value
+            sums[name] += value[0]
     for layer in table.layers:
         step = float(coded.scales[layer.name].max())
         for slot in layer.slots:
             bias = (sums[slot.name] / draws - params[slot.name]).abs().max()
             # The mean of that many roundings of at most half a step's deviation, with five deviations to spare.
             assert float(bias) <= 5 * 0.5 * step / draws**0.5 + 1e-4 * step
-            off = (dequantise(coded, table)[slot.name] - params[slot.name]).abs().max()
+            off = (dequantise(coded, table)[slot.name][0] - params[slot.name]).abs().max()
             assert float(off) <= step * (1 + 1e-5)
 
 
@@ -49,9 +54,9 @@ def test_the_greatest_value_of_a_unit_is_exact_and_zero_stays_zero(bits: int) ->
     params = {"a.weight": torch.tensor([[0.5, -4.0, 0.0], [0.0, 0.0, 0.0]]), "a.bias": torch.tensor([1.0, 0.0])}
     table = units(params)
     restored = dequantise(quantise(params, table, bits, np.random.default_rng(0)), table)
-    assert restored["a.weight"][0, 1] == -4.0
-    assert restored["a.weight"][0, 2] == 0.0
-    assert not restored["a.weight"][1].any()
+    assert restored["a.weight"][0, 0, 1] == -4.0
+    assert restored["a.weight"][0, 0, 2] == 0.0
+    assert not restored["a.weight"][0, 1].any()
 
 
 def test_a_stack_is_coded_as_its_clients_one_by_one() -> None:
@@ -61,8 +66,8 @@ def test_a_stack_is_coded_as_its_clients_one_by_one() -> None:
     together = quantise_stack(stack, table, 4, [np.random.default_rng(n) for n in range(3)])
     for n, one in enumerate(clients):
         alone = quantise(one, table, 4, np.random.default_rng(n))
-        assert all(torch.equal(alone.codes[s.name], together.codes[s.name][n]) for s in table.slots)
-        assert all(torch.equal(alone.scales[x.name], together.scales[x.name][n]) for x in table.layers)
+        assert all(torch.equal(alone.codes[s.name][0], together.codes[s.name][n]) for s in table.slots)
+        assert all(torch.equal(alone.scales[x.name][0], together.scales[x.name][n]) for x in table.layers)
 
 
 @given(st.data(), st.sampled_from(BITS))
@@ -87,9 +92,9 @@ def test_a_payload_in_a_few_bits_arrives_as_it_was_rounded(data: st.DataObject, 
     mask = data.draw(masks(table))
     payload = feddd.encode(params, mask, units=table, bits=bits, rng=np.random.default_rng(7))
     assert len(payload) == feddd.payload_size(mask, params, units=table, bits=bits)
-    assert len(payload) == payload_sizes([pack_mask(mask, table)], table, bits)[0]
     arrived, told = feddd.decode(payload, params, units=table, bits=bits, finite=True)
-    rounded = dequantise(quantise(params, table, bits, np.random.default_rng(7)), table)
+    stack = dequantise(quantise(params, table, bits, np.random.default_rng(7)), table)
+    rounded = {name: own[0] for name, own in stack.items()}
     assert all(torch.equal(told[name], mask[name]) for name in mask)
     expected = table.zeros_like(params)
     table.put(expected, mask, table.take(rounded, mask))
@@ -112,11 +117,11 @@ def test_encodings_are_not_mixed_up_and_damage_is_refused() -> None:
         bad = bytearray(payload)
         bad[start_of_scales : start_of_scales + 4] = np.float32(scale).tobytes()
         with pytest.raises(PayloadError, match="scale"):
-            decode_values(bytes(bad), table, 4)
+            feddd.decode(bytes(bad), params, units=table, bits=4)
     with pytest.raises(PayloadError, match="out of range"):
-        decode_values(payload[:-1] + bytes([(payload[-1] & 0xF0) | 8]), table, 4)
+        feddd.decode(payload[:-1] + bytes([(payload[-1] & 0xF0) | 8]), params, units=table, bits=4)
     with pytest.raises(PayloadError, match="bytes"):
-        decode_values(payload[:-1], table, 4)
+        feddd.decode(payload[:-1], params, units=table, bits=4)
 
 
 # In the simulator

@@ -26,8 +26,9 @@ from feddd.strategies.stc import STC
 from feddd.strategies.topk import TopK
 from feddd.wire import difference, quantised, select
 from feddd.wire.chosen import flat
+from feddd.wire.down import whole_bytes
 from feddd.wire.exchange import Chain, chain, decode, encode, payload_sizes, read, write
-from feddd.wire.format import PayloadError, most_bytes
+from feddd.wire.format import PayloadError
 from feddd.wire.sparse import golomb_bits, greatest_count
 from feddd.wire.stage import At, Known, Update
 from worlds import experiment
@@ -247,7 +248,7 @@ def test_stc_clients_hold_the_reference_and_the_server_what_was_not_sent_yet() -
             assert reference is not None
             assert reference.number == len(reference.sizes) == record.round - 1
             if before is None:
-                assert all(row.upload.download_bytes == most_bytes(table) for row in record.clients)
+                assert all(row.upload.download_bytes == whole_bytes(table) for row in record.clients)
                 before = record
                 continue
             old = before.state.reference
@@ -264,7 +265,7 @@ def test_stc_clients_that_missed_rounds_are_charged_for_them_or_for_the_model() 
     world = build_world(experiment(data={"train_limit": 240}, fleet={"clients": 6}))
     for share, dear in ((0.01, False), (0.5, True)):
         with Simulation(world, workers=1) as simulation:
-            whole, held, caught_up = most_bytes(simulation.units), {}, 0
+            whole, held, caught_up = whole_bytes(simulation.units), {}, 0
             for record in simulation.run(STC(0.01, share, participation=0.5), 14):
                 reference = record.state.reference
                 assert reference is not None

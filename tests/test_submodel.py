@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from feddd.core.submodel import coverage, embed, narrow_coverage, prefix, slice_model
-from feddd.core.units import Units, units
+from feddd.core.submodel import coverage, narrow_coverage, prefix, slice_model
+from feddd.core.units import Params, Units, units
 from feddd.world.models import build, widths
 
 
@@ -30,6 +30,16 @@ class Net(nn.Module):
 def randomised(model: nn.Module, seed: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {n: torch.randn(t.shape, generator=g) for n, t in model.state_dict().items() if t.is_floating_point()}
+
+
+def embed(target: Params, values: Params, wide: Units, narrow: Units) -> None:
+    """The inverse of a slice: write a sub-model's values into their places in the global tensors."""
+    for slot, own in zip(wide.slots, narrow.slots, strict=True):
+        if not own.shape:
+            target[slot.name].copy_(values[slot.name])
+            continue
+        rows = own.rows(values[slot.name])
+        prefix(slot.rows(target[slot.name]), rows.shape).copy_(rows)
 
 
 @settings(max_examples=20, deadline=None)

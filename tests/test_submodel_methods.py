@@ -16,22 +16,27 @@ from torch import Tensor, nn
 
 import feddd
 from feddd.core.aggregation import Aggregator, add_sums
-from feddd.core.units import Mask, Units, units
+from feddd.core.units import Mask, Params, Units, units
 from feddd.errors import InputError
 from feddd.experiments.methods import construct
 from feddd.experiments.running import build_world
 from feddd.simulation.simulator import Simulation
 from feddd.simulation.trainers import make_trainer
 from feddd.simulation.training import Local, Samples, Training, train
+from feddd.strategies.checks import Limits, Refused, read_upload
 from feddd.strategies.federated_dropout import FederatedDropout
 from feddd.strategies.fedrolex import FedRolex
 from feddd.strategies.fjord import FjORD
 from feddd.strategies.heterofl import HeteroFL
-from feddd.strategies.protocol import Fleet, Plan, ServerState, make_fleet, start
-from feddd.wire.blocks import block_bytes, block_elements, decode_blocks, element_masks, encode_blocks
+from feddd.strategies.protocol import Fleet, Plan, ServerState, Task, make_fleet, start
+from feddd.wire.blocks import block_elements, element_masks
+from feddd.wire.chosen import ChosenBlocks, one
 from feddd.wire.down import SubModel
+from feddd.wire.exchange import chain, encode, write
 from feddd.wire.format import PayloadError, pack_mask, unpack_mask
 from feddd.wire.local import Scaler as HiddenScaler
+from feddd.wire.select import Blocks
+from feddd.wire.stage import At, Known
 from feddd.world import models
 from worlds import experiment
 
@@ -130,17 +135,31 @@ def test_training_inside_the_full_model_is_training_the_small_network(
     )
 
 
+def asked(mask: Mask, table: Units) -> Task:
+    packed = pack_mask(mask, table)
+    return Task(0, chain(Blocks(packed)), SubModel(packed))
+
+
+def sent(params: Params, mask: Mask, table: Units) -> bytes:
+    """A sub-model as a client uploads it."""
+    line, stack = asked(mask, table).up, {slot.name: params[slot.name][None] for slot in table.slots}
+    update, _ = encode([line], [{}], At(table, [0], 1, 0, Known({}, {}), [None], stack, stack, wire=True))
+    return write(line, update, 0, table)
+
+
 @given(st.integers(0, 10_000), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_a_sub_model_arrives_as_it_was_sent_and_costs_its_own_numbers(seed: int, channels: bool) -> None:
     model = network(channels)
     table, params = units(model), model.state_dict()
     mask = some_mask(table, seed)
-    data = encode_blocks(params, mask, table)
+    data = sent(params, mask, table)
     numbers = sum(p.numel() for p in narrowed(model, mask, table).parameters())
     header = 16 + 4 * -(-table.total_units // 32)
-    assert len(data) == block_bytes(mask, table) == header + 4 * numbers
-    values, told = decode_blocks(data, table)
+    assert len(data) == header + 4 * numbers
+    found = read_upload(data, asked(mask, table), table, Limits())
+    assert isinstance(found.chosen, ChosenBlocks)
+    values, told = one(found.values, 0), one(found.chosen.masks, 0)
     chosen = element_masks({name: one[None] for name, one in mask.items()}, table)
     assert all(torch.equal(told[name], mask[name]) for name in mask)
     assert all(torch.equal(values[name], torch.where(chosen[name][0], params[name], 0.0)) for name in values)
@@ -149,11 +168,12 @@ def test_a_sub_model_arrives_as_it_was_sent_and_costs_its_own_numbers(seed: int,
 def test_blocks_of_the_wrong_size_model_or_encoding_are_refused() -> None:
     model = network(False)
     table, params = units(model), model.state_dict()
-    data = encode_blocks(params, some_mask(table, 0), table)
+    mask = some_mask(table, 0)
+    data = sent(params, mask, table)
     nan = np.float32("nan").tobytes()
     for bad in (data[:-4], data + b"\0", data[:10], feddd.encode(params, table.full_mask()), data[:-4] + nan):
-        with pytest.raises(PayloadError):
-            decode_blocks(bad, table)
+        with pytest.raises((PayloadError, Refused)):
+            read_upload(bad, asked(mask, table), table, Limits())
 
 
 def test_every_element_is_the_mean_over_those_that_sent_it() -> None:
@@ -169,9 +189,9 @@ def test_every_element_is_the_mean_over_those_that_sent_it() -> None:
     }
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     parts = []
-    for one in (slice(0, 2), slice(2, 3), slice(3, 5)):
+    for some in (slice(0, 2), slice(2, 3), slice(3, 5)):
         part = Aggregator(previous, units=table)
-        part.add_blocks({n: t[one] for n, t in values.items()}, {n: t[one] for n, t in chosen.items()}, weights[one])
+        part.add_blocks({n: t[some] for n, t in values.items()}, {n: t[some] for n, t in chosen.items()}, weights[some])
         parts.append(part.sums())
     total = Aggregator(previous, units=table)
     total.merge(add_sums(add_sums(parts[0], parts[1]), parts[2]))
@@ -334,7 +354,7 @@ def test_bytes_both_ways_are_those_of_the_sub_models_sent(name: str) -> None:
             before = ServerState(**{**vars(record.state), "round": record.round - 1})
             plan = METHODS[name].plan(before, simulation.fleet, rng)
             for task, row in zip(plan.tasks, record.clients, strict=True):
-                data = encode_blocks(record.state.model, unpack_mask(task.up.sub_model, table), table)
+                data = sent(record.state.model, unpack_mask(task.up.sub_model, table), table)
                 assert (task.client, len(data), len(data)) == (
                     row.upload.client,
                     row.upload.upload_bytes,

@@ -90,7 +90,6 @@ def _payload() -> Target:
     import numpy as np
 
     import feddd
-    from feddd.wire.format import encode
 
     net = _model()
     table, like = feddd.units(net), dict(net.state_dict())
@@ -106,7 +105,7 @@ def _payload() -> Target:
         bits = {1: 8, 2: 4, 3: 2}.get(data[5], 32) if len(data) > 5 else 32
         values, mask = feddd.decode(data, like, units=table, finite=True, bits=bits)
         if data[5] == 0 and data[-1] % 16 == 0:  # float32: what is accepted is what was meant, bit for bit
-            assert encode({**like, **values}, mask, units=table) == data
+            assert feddd.encode({**like, **values}, mask, units=table) == data
         assert all(bool(np.isfinite(tensor.numpy()).all()) for tensor in values.values())
 
     first = random.Random(0)

@@ -22,12 +22,12 @@ _HOMES = {
     "SweepResults": "feddd.sweeps.results",
     "Units": "feddd.core.units",
     "allocate": "feddd.core.allocation",
-    "decode": "feddd.wire.format",
-    "encode": "feddd.wire.format",
+    "decode": "feddd.wire.payload",
+    "encode": "feddd.wire.payload",
     "load_experiment": "feddd.experiments.loading",
     "load_results": "feddd.experiments.results",
     "load_sweep": "feddd.sweeps.results",
-    "payload_size": "feddd.wire.format",
+    "payload_size": "feddd.wire.payload",
     "resume": "feddd.experiments.running",
     "resume_sweep": "feddd.sweeps.running",
     "run": "feddd.experiments.running",
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from feddd.strategies.oort import Oort
     from feddd.sweeps.results import SweepResults, load_sweep
     from feddd.sweeps.running import resume_sweep, sweep
-    from feddd.wire.format import PayloadError, decode, encode, payload_size
+    from feddd.wire.format import PayloadError
+    from feddd.wire.payload import decode, encode, payload_size
     from feddd.world.dataset import Dataset
 
 __all__ = [

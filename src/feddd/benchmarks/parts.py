@@ -16,8 +16,8 @@ from feddd.core.allocation import Allocation, allocate
 from feddd.core.selection import select
 from feddd.core.streams import stream
 from feddd.core.units import units
-from feddd.wire.format import decode, decode_values, encode, encode_coded
-from feddd.wire.quantise import BITS, quantise
+from feddd.wire.payload import decode, encode
+from feddd.wire.quantise import BITS
 
 
 def allocation(settings: Settings) -> Iterator[Figure]:
@@ -79,12 +79,12 @@ def throughput(settings: Settings) -> Iterator[Figure]:
     for bits in BITS:
 
         def code(bits: int = bits) -> bytes:
-            return encode_coded(quantise(difference, table, bits, stream(0, "rounding")), whole, table, bits)
+            return encode(difference, whole, units=table, bits=bits, rng=stream(0, "rounding"))
 
         coded = code()
         for what, work in (
             ("rounding and encoding", code),
-            ("decoding", lambda coded=coded, bits=bits: decode_values(coded, table, bits)),
+            ("decoding", lambda coded=coded, bits=bits: decode(coded, difference, units=table, bits=bits)),
         ):
             speed = gigabytes / _seconds(work, settings.rounds)
             yield Figure("throughput", f"{what}, {bits} bits, everything sent", speed, "GB/s", 0.5)

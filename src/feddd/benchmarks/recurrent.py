@@ -86,8 +86,6 @@ def next_character_world(model: str, clients: int) -> World:
     following = rng.integers(0, CHARACTERS, count + 1)
     arrays = (texts[:-1], following[:-1], texts[-1:], following[-1:])
     data = ImageDataset(*arrays, classes=CHARACTERS, mean=(0.0,), deviation=(1 / 255,))  # a network sees the bytes
-        *arrays, classes=CHARACTERS, mean=(0.0,), deviation=(1 / 255,)
-    )  # so that a network sees the bytes
     parts = [np.arange(TEXTS * client, TEXTS * (client + 1)) for client in range(clients)]
     devices = fleets.Devices(*(np.full(clients, value) for value in (1e4, 1e5, 1.0)))
     training = Training(batch_size=BATCH, learning_rate=0.1)

@@ -32,16 +32,6 @@ def slice_model(params: Params, wide: Units, narrow: Units) -> dict[str, Tensor]
     return result | {alias: result[name] for alias, name in narrow.aliases}
 
 
-def embed(target: Params, values: Params, wide: Units, narrow: Units) -> None:
-    """Write a sub-model's values into their places in the global tensors `target`."""
-    for slot, own in zip(wide.slots, narrow.slots, strict=True):
-        if not own.shape:
-            target[slot.name].copy_(values[slot.name])
-            continue
-        rows = own.rows(values[slot.name])
-        prefix(slot.rows(target[slot.name]), rows.shape).copy_(rows)
-
-
 def coverage(wide: Units, clients: Sequence[Units]) -> dict[str, Tensor]:
     """CR(k): per layer of the global model, the share of clients whose sub-model contains each unit, float64 [units].
 

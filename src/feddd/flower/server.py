@@ -47,13 +47,8 @@ from feddd.wire.documents import chain_text, down_text
 from feddd.wire.down import prepare, reference_after
 from feddd.wire.download_format import known_at_server, own_model, write_download
 from feddd.wire.exchange import decode
-from feddd.wire.format import (
-    coverage_size,
-    droppable_bytes,
-    encode,
-    encode_coverage,
-    fixed_bytes,
-)
+from feddd.wire.format import coverage_size, droppable_bytes, encode_coverage, fixed_bytes
+from feddd.wire.payload import encode
 from feddd.wire.stage import At, Update
 
 

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from feddd.core.units import Layer, Mask, Params, Units
-from feddd.wire.format import VALUE_BYTES, PayloadError, fixed_bytes, pack_mask, payload_head, read_head
-
-ENCODING = 4
+from feddd.core.units import Layer, Units
 
 
 def check_chain(table: Units) -> None:
@@ -70,45 +66,8 @@ def block_elements(masks: Mapping[str, Tensor], table: Units) -> NDArray[np.int6
     return total
 
 
-def block_bytes(mask: Mapping[str, Tensor], table: Units) -> int:
-    """The payload of one sub-model."""
-    return fixed_bytes(table) + VALUE_BYTES * int(
-        block_elements({name: one[None] for name, one in mask.items()}, table)[0]
-    )
-
-
-def encode_blocks(params: Params, mask: Mapping[str, Tensor], table: Units) -> bytes:
-    """A sub-model of `params` as bytes."""
-    chosen = _elements_of(mask, table)
-    values = torch.cat([params[slot.name][chosen[slot.name]].float() for slot in table.slots])
-    return payload_head(table, ENCODING) + pack_mask(mask, table) + values.numpy().astype("<f4").tobytes()
-
-
-def decode_blocks(data: bytes, table: Units) -> tuple[dict[str, Tensor], Mask]:
-    """Dense values, zero outside of the sub-model, and its units."""
-    mask, body = read_head(data, table, ENCODING)
-    if len(data) != block_bytes(mask, table):
-        raise PayloadError(f"the payload has {len(data)} bytes, its mask announces {block_bytes(mask, table)}")
-    chosen = _elements_of(mask, table)
-    values = torch.from_numpy(np.frombuffer(body, "<f4").astype(np.float32))
-    if not bool(values.isfinite().all()):
-        raise PayloadError("the payload holds a value that is not finite")
-    dense, start = {}, 0
-    for slot in table.slots:
-        dense[slot.name] = torch.zeros(slot.shape)
-        size = int(chosen[slot.name].sum())
-        dense[slot.name][chosen[slot.name]] = values[start : start + size]
-        start += size
-    return dense, mask
-
-
 def _with_below(table: Units) -> Iterator[tuple[Layer, Layer | None]]:
     yield from zip(table.layers, (None, *table.layers[:-1]), strict=True)
-
-
-def _elements_of(mask: Mapping[str, Tensor], table: Units) -> dict[str, Tensor]:
-    stack = element_masks({name: one[None] for name, one in mask.items()}, table)
-    return {name: chosen[0] for name, chosen in stack.items()}
 
 
 def _axes(layer: Layer) -> int:

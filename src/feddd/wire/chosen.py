@@ -87,15 +87,12 @@ class ChosenUnits:
 
     def numbers(self, table: Units) -> Ints:
         """Return the elements of the units."""
-        counts = [layer.unit_elements * self.masks[layer.name].sum(1).numpy() for layer in table.layers]
-        total: Ints = np.sum(counts, axis=0, dtype=np.int64)
-        return total
+        counts = (layer.unit_elements * self.masks[layer.name].sum(1).numpy() for layer in table.layers)
+        return sum(counts, np.zeros(1, np.int64))
 
     def units(self, table: Units) -> Ints:
         """Return the number of units."""
-        counts = [self.masks[layer.name].sum(1).numpy() for layer in table.layers]
-        total: Ints = np.sum(counts, axis=0, dtype=np.int64)
-        return total
+        return sum((self.masks[layer.name].sum(1).numpy() for layer in table.layers), np.zeros(1, np.int64))
 
     def shares(self, table: Units) -> NDArray[np.float64]:
         """Return the share of the numbers that a mask can leave out."""

@@ -23,8 +23,7 @@ from feddd.core.stacks import put_stack
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import ChosenUnits, one
 from feddd.wire.exchange import EVERYTHING, Chain, chain, encode, payload_sizes, read, write
-from feddd.wire.format import pack_mask, unpack_mask
-from feddd.wire.format import payload_sizes as mask_sizes
+from feddd.wire.format import pack_mask, unit_payload_sizes, unpack_mask
 from feddd.wire.select import MASK, OWN, Blocks, Given, blocks_of
 from feddd.wire.stage import At, ClientState, Known, Update
 
@@ -270,7 +269,7 @@ def download_sizes(
         places = [place for place, own in enumerate(tables) if own is table]
         full = pack_mask(table.full_mask(), table)
         masks = [full if (mask := downs[place].mask) is None else mask for place in places]
-        for place, size in zip(places, mask_sizes(masks, table).tolist(), strict=True):
+        for place, size in zip(places, unit_payload_sizes(masks, table).tolist(), strict=True):
             sizes[place] = size
     return sizes
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from feddd.core.units import Units
 from feddd.wire.chosen import Ints
 from feddd.wire.format import VALUE_BYTES, PayloadError
-from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
+from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values, write_once
 
 Vector = NDArray[np.float32]
 
@@ -57,9 +57,7 @@ class Eden(Stage):
         """Refuse a number of bits that there is not, and a second way of writing."""
         if self.bits not in CENTROIDS:
             raise ValueError(f"EDEN writes numbers in 1, 2, 3 or 4 bits, not {self.bits}")
-        other = [type(one).__name__ for one in below if one.codes_values]
-        if other:
-            raise ValueError(f"Eden cannot come after {other[0]}: numbers are written once")
+        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Rotate and round the numbers that are sent, and rotate them back."""

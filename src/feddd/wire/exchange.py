@@ -25,11 +25,11 @@ from feddd.wire.format import (
     VALUE_BYTES,
     PayloadError,
     check_head,
-    composed_head,
+    mask_bytes,
     payload_head,
     unpack_mask,
 )
-from feddd.wire.stage import COMPOSED, At, ClientState, Reading, Stage, Update, fixed_values, mask_bytes
+from feddd.wire.stage import COMPOSED, At, ClientState, Reading, Stage, Update, fixed_values
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,8 @@ class Chain:
 
     def head(self, table: Units) -> bytes:
         """Return the header of the chain's payloads."""
-        if self.encoding != COMPOSED:
-            return payload_head(table, self.encoding)
-        return composed_head(table, COMPOSED, zlib.crc32(self.name.encode()) & 0xFFFF)
+        tag = zlib.crc32(self.name.encode()) & 0xFFFF if self.encoding == COMPOSED else 0
+        return payload_head(table, self.encoding, tag)
 
 
 EVERYTHING = Chain()

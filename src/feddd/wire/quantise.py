@@ -25,10 +25,10 @@ _BLOCK = 2**18
 
 @dataclass(frozen=True)
 class Coded:
-    """Numbers as integers and scales, of one model or of a stack of them.
+    """The numbers of a stack of models as integers and scales.
 
     codes: by tensor, whole numbers kept as floats; tensors without units are there as they are
-    scales: by layer, [units]; of a stack, [clients, units]
+    scales: by layer, [clients, units]
     """
 
     codes: Mapping[str, Tensor]
@@ -40,15 +40,6 @@ def greatest_code(bits: int) -> int:
     if bits not in BITS:
         raise ValueError(f"values are sent in 32, 8, 4 or 2 bits, not {bits}")
     return (1 << (bits - 1)) - 1
-
-
-def quantise(params: Params, units: Units, bits: int, rng: np.random.Generator | None) -> Coded:
-    """One model's numbers in a few bits; without a generator rounded to the nearest."""
-    stack = {slot.name: params[slot.name][None] for slot in units.slots}
-    coded = quantise_stack(stack, units, bits, None if rng is None else [rng])
-    return Coded(
-        {name: codes[0] for name, codes in coded.codes.items()}, {name: one[0] for name, one in coded.scales.items()}
-    )
 
 
 def quantise_stack(stack: Params, units: Units, bits: int, rngs: Sequence[np.random.Generator] | None) -> Coded:
@@ -122,17 +113,12 @@ def draw_noise(rngs: Sequence[np.random.Generator] | None, clients: int, units: 
 
 
 def dequantise(coded: Coded, units: Units) -> dict[str, Tensor]:
-    """The numbers that the codes stand for; of a stack, a stack."""
+    """The numbers that the codes stand for."""
     values = {slot.name: coded.codes[slot.name] for slot in units.fixed}
     for layer in units.layers:
-        scale = coded.scales[layer.name]
-        alone = scale.dim() == 1
-        scale = (scale[None] if alone else scale).unsqueeze(2)
+        scale = coded.scales[layer.name].unsqueeze(2)
         for slot in layer.slots:
-            codes = coded.codes[slot.name]
-            rows = slot.stacked_rows(codes[None] if alone else codes)
-            restored = slot.tensors(rows * scale)
-            values[slot.name] = restored[0] if alone else restored
+            values[slot.name] = slot.tensors(slot.stacked_rows(coded.codes[slot.name]) * scale)
     return values
 
 

@@ -29,7 +29,7 @@ from feddd.wire.quantise import (
     units_at_once,
     unpack_codes,
 )
-from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
+from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values, write_once
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Bits(Stage):
         greatest_code(self.bits)
         if self.rounding not in ("random", "nearest"):
             raise ValueError(f'rounding must be "random" or "nearest", not {self.rounding!r}')
-        _write_once(self, below)
+        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Round the numbers that are sent."""
@@ -58,7 +58,7 @@ class Bits(Stage):
             if isinstance(update.values, Differences) and not at.wire:
                 values = _RoundedDifferences(update.values, update.chosen.masks, at.table, self.bits, rngs)
                 return dataclasses.replace(update, values=values), states
-            return self._encode_units(update, at.table, rngs), states
+            return self.rounded(update, at.table, rngs), states
         written, vectors = [], []
         for place in range(len(states)):
             vector = update.chosen.take(update.values, place, at.table)
@@ -68,9 +68,8 @@ class Bits(Stage):
             vectors.append(whole[0] * scale)
         return Update(update.chosen.put(vectors, at.table), update.chosen, written), states
 
-    def _encode_units(self, update: Update, table: Units, rngs: Sequence[np.random.Generator] | None) -> Update:
+    def rounded(self, update: Update, table: Units, rngs: Sequence[np.random.Generator] | None) -> Update:
         """Round whole units, each with a scale of its own."""
-        assert isinstance(update.chosen, ChosenUnits)
         coded = quantise_stack({slot.name: update.values[slot.name] for slot in table.slots}, table, self.bits, rngs)
         return Update(dequantise(coded, table), update.chosen, coded)
 
@@ -120,7 +119,10 @@ class Bits(Stage):
         except ValueError as error:
             raise PayloadError(str(error)) from error
         with np.errstate(over="ignore"):  # what is not finite then is refused by whoever asks for finite values
-            values *= scales[_scale_of(reading.chosen, table)] if len(scales) > 1 else scales[0]
+            if isinstance(reading.chosen, ChosenUnits):
+                _times_scales(values, scales, reading.chosen, table)
+            else:
+                values *= scales[0]
         reading.values = torch.from_numpy(np.concatenate([values, reading.notes["fixed"]]))
 
     def encoding(self, inner: int) -> int:
@@ -143,7 +145,7 @@ class Ternary(Stage):
 
     def check(self, below: Sequence[Stage]) -> None:
         """Refuse a second way of writing."""
-        _write_once(self, below)
+        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Give all numbers that are sent the same magnitude."""
@@ -194,21 +196,17 @@ class Ternary(Stage):
         return 6 if inner == 5 else COMPOSED
 
 
-def _write_once(stage: Stage, below: Sequence[Stage]) -> None:
-    other = [type(one).__name__ for one in below if one.codes_values]
-    if other:
-        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}: numbers are written once")
-
-
-def _scale_of(chosen: Any, table: Units) -> NDArray[np.int64]:
-    """Return for every number of a payload of units which of the units' scales is its own."""
-    places, first = [], 0
+def _times_scales(values: NDArray[np.float32], scales: NDArray[np.float32], chosen: ChosenUnits, table: Units) -> None:
+    """Multiply the numbers of a payload of units by the scales of their units, in place."""
+    start = first = 0
     for layer in table.layers:
         units = int(chosen.masks[layer.name].sum())
-        for slot in layer.slots:
-            places.append(first + np.repeat(np.arange(units), slot.elements // layer.units))
+        own = scales[first : first + units, None]
         first += units
-    return np.concatenate(places)
+        for slot in layer.slots:
+            each = slot.elements // layer.units
+            values[start : start + each * units].reshape(units, each)[...] *= own
+            start += each * units
 
 
 def _noise(rng: np.random.Generator | None, count: int) -> NDArray[np.uint16]:
@@ -221,7 +219,7 @@ def _noise(rng: np.random.Generator | None, count: int) -> NDArray[np.uint16]:
 class _RoundedDifferences(Deferred):
     """The rounded differences of the units that are sent, zero elsewhere, worked out when they are asked for.
 
-    The same numbers as of `Bits._encode_units`, without working out what nobody sends, and some units at a time so that
+    The same numbers as of `Bits.rounded`, without working out what nobody sends, and some units at a time so that
     they stay in the cache, together with what the server adds to them.
     """
 

@@ -16,9 +16,9 @@ from feddd.core.stacks import take_stack
 from feddd.core.units import Mask, Units
 from feddd.wire.blocks import element_masks
 from feddd.wire.chosen import Chosen, ChosenBlocks, ChosenPlaces, ChosenUnits, Ints, flat, one
-from feddd.wire.format import PayloadError, pack_mask, unpack_mask
+from feddd.wire.format import PayloadError, mask_bytes, pack_mask, unpack_mask
 from feddd.wire.sparse import decode_places, encode_places, greatest_count, greatest_places, place_bytes
-from feddd.wire.stage import At, ClientState, Each, Reading, Stage, Update, mask_bytes
+from feddd.wire.stage import At, ClientState, Each, Reading, Stage, Update
 
 MASK, OWN = "mask", "own"
 """What clients keep: the units that they sent last, and the values of the others."""

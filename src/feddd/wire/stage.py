@@ -16,10 +16,7 @@ from torch import Tensor
 from feddd.core.streams import stream
 from feddd.core.units import Mask, Params, Units
 from feddd.wire.chosen import Chosen, Ints, one, some
-from feddd.wire.format import (
-    PayloadError,
-    unpack_mask,
-)
+from feddd.wire.format import PayloadError, unpack_mask
 
 ClientState = dict[str, Tensor]
 """What a client keeps between rounds: tensors by name."""
@@ -207,6 +204,8 @@ def fixed_values(update: Update, place: int, table: Units) -> NDArray[np.float32
     return np.array([float(own[slot.name]) for slot in table.fixed], np.float32)
 
 
-def mask_bytes(table: Units) -> int:
-    """Return the size of a mask on the wire: a bit for every unit, in whole words."""
-    return -(-table.total_units // 32) * 4
+def write_once(stage: Stage, below: Sequence[Stage]) -> None:
+    """Refuse a stage that writes numbers behind another one that does; below: the stages before it."""
+    other = [type(one).__name__ for one in below if one.codes_values]
+    if other:
+        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}: numbers are written once")
