@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import tomli_w
 
 import feddd
 from feddd import InputError
@@ -86,7 +87,7 @@ def test_values_are_toml_or_bare_words_between_commas(text: str, values: tuple[A
         (["--sweep", "seed=1,2"], "--seeds N runs N seeds"),
         (["--sweep", "name=a,b"], "a name changes no number"),
         (["--sweep", "rounds=" + ",".join(map(str, range(1, 10_003)))], "more than 10000 runs"),
-        (["--sweep", "fleet.file=nowhere.csv"], "nowhere.csv"),
+        (["--sweep", "fleet.file=nowhere.csv"], "cannot read"),
         (["--seeds", 2, "--set", "data.dataset=mnist"], "mnist"),
         (["--resume", ".", "--seeds", 2], "--seeds cannot be given with --resume"),
         (["--resume", ".", "--sweep", "a=1"], "--sweep cannot be given with --resume"),
@@ -102,7 +103,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     for name in ("FEDDD_DATA", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "nothing"))
-    Path("small.toml").write_text(small().to_toml())
+    document = small().model_dump(exclude_unset=True, exclude_none=True)
+    Path("small.toml").write_text(tomli_w.dumps(document | {"fleet": {}}))
     given = ["run", "small.toml", "--out", "out", "--workers", 1] if "--resume" not in asked else ["run"]
     assert feddd_main(monkeypatch, *given, *asked) == 2
     error = capsys.readouterr().err
