@@ -20,9 +20,10 @@ from feddd.experiments.report import render
 from feddd.experiments.views import lines
 from feddd.sweeps.folders import read_index
 from feddd.sweeps.grid import Axis, make_grid, parse_axis
-from feddd.sweeps.report import sentences
+from feddd.sweeps.report import sentences, write_sweep_report
 from feddd.sweeps.series import measures, series
 from feddd.sweeps.tables import terminal_table
+from test_report import browse, drawn_text, in_browser
 from test_resume import FLEET, Stop, feddd_main, tiny
 
 BUDGET = "strategy.feddd.budget"
@@ -366,3 +367,27 @@ def test_the_command_line_runs_prints_and_resumes(
     assert document["rows"][0]["rounds"] == [3, 3]
     assert feddd_main(monkeypatch, "run", "--resume", "s", "--quiet") == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+@in_browser
+def test_page_of_a_sweep_draws_lines_and_bars_without_a_complaint(
+    grid: tuple[feddd.SweepResults, Rounds], tmp_path: Path
+) -> None:
+    page = write_sweep_report(grid[0], tmp_path / "report.html")
+    dom, complaints = browse(page)
+    assert complaints == []
+    assert {"strategy.feddd.budget", "final test accuracy", "feddd, partition=iid"} <= set(drawn_text(dom, "sweep"))
+    dom, complaints = browse(page, "#over=data.partition&show=uploaded")
+    assert complaints == []
+    bars = set(drawn_text(dom, "sweep"))
+    assert {"data.partition", "iid", "noniid-a", "feddd, budget=0.3"} <= bars
+    assert any(text.startswith("uploaded, all rounds") for text in bars)
+
+
+def test_hostile_text_in_a_sweep_is_text(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    one = small(rounds=1, strategy=[{"name": "feddd", "label": evil}])
+    results, _ = swept(tmp_path / "s", one, sweep={f"strategy.{evil}.budget": [0.3, 0.6]})
+    assert evil not in (results.path / "report.html").read_text()
+    assert [row["strategy"] for row in results.summary["rows"]] == [evil, evil]
