@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import tomli_w
 
 import feddd
 from feddd import InputError
@@ -19,9 +20,10 @@ from feddd.experiments.report import render
 from feddd.experiments.views import lines
 from feddd.sweeps.folders import read_index
 from feddd.sweeps.grid import Axis, make_grid, parse_axis
-from feddd.sweeps.report import sentences
+from feddd.sweeps.report import sentences, write_sweep_report
 from feddd.sweeps.series import measures, series
 from feddd.sweeps.tables import terminal_table
+from test_report import browse, drawn_text, in_browser
 from test_resume import FLEET, Stop, feddd_main, tiny
 
 BUDGET = "strategy.feddd.budget"
@@ -86,7 +88,7 @@ def test_values_are_toml_or_bare_words_between_commas(text: str, values: tuple[A
         (["--sweep", "seed=1,2"], "--seeds N runs N seeds"),
         (["--sweep", "name=a,b"], "a name changes no number"),
         (["--sweep", "rounds=" + ",".join(map(str, range(1, 10_003)))], "more than 10000 runs"),
-        (["--sweep", "fleet.file=nowhere.csv"], "nowhere.csv"),
+        (["--sweep", "fleet.file=nowhere.csv"], "cannot read"),
         (["--seeds", 2, "--set", "data.dataset=mnist"], "mnist"),
         (["--resume", ".", "--seeds", 2], "--seeds cannot be given with --resume"),
         (["--resume", ".", "--sweep", "a=1"], "--sweep cannot be given with --resume"),
@@ -102,7 +104,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     for name in ("FEDDD_DATA", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "nothing"))
-    Path("small.toml").write_text(small().to_toml())
+    document = small().model_dump(exclude_unset=True, exclude_none=True)
+    Path("small.toml").write_text(tomli_w.dumps(document | {"fleet": {}}))
     given = ["run", "small.toml", "--out", "out", "--workers", 1] if "--resume" not in asked else ["run"]
     assert feddd_main(monkeypatch, *given, *asked) == 2
     error = capsys.readouterr().err
@@ -364,3 +367,27 @@ def test_the_command_line_runs_prints_and_resumes(
     assert document["rows"][0]["rounds"] == [3, 3]
     assert feddd_main(monkeypatch, "run", "--resume", "s", "--quiet") == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+@in_browser
+def test_page_of_a_sweep_draws_lines_and_bars_without_a_complaint(
+    grid: tuple[feddd.SweepResults, Rounds], tmp_path: Path
+) -> None:
+    page = write_sweep_report(grid[0], tmp_path / "report.html")
+    dom, complaints = browse(page)
+    assert complaints == []
+    assert {"strategy.feddd.budget", "final test accuracy", "feddd, partition=iid"} <= set(drawn_text(dom, "sweep"))
+    dom, complaints = browse(page, "#over=data.partition&show=uploaded")
+    assert complaints == []
+    bars = set(drawn_text(dom, "sweep"))
+    assert {"data.partition", "iid", "noniid-a", "feddd, budget=0.3"} <= bars
+    assert any(text.startswith("uploaded, all rounds") for text in bars)
+
+
+def test_hostile_text_in_a_sweep_is_text(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    one = small(rounds=1, strategy=[{"name": "feddd", "label": evil}])
+    results, _ = swept(tmp_path / "s", one, sweep={f"strategy.{evil}.budget": [0.3, 0.6]})
+    assert evil not in (results.path / "report.html").read_text()
+    assert [row["strategy"] for row in results.summary["rows"]] == [evil, evil]

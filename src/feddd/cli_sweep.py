@@ -25,11 +25,11 @@ def run_sweep(
     from feddd.sweeps.folders import Index
     from feddd.sweeps.grid import parse_axis
     from feddd.sweeps.results import SweepResults
-    from feddd.sweeps.running import plan_sweep, sweep
+    from feddd.sweeps.running import beside, plan_sweep, sweep
 
     base = {key: asked[f"--{key}"] for key in ("seed", "rounds") if asked[f"--{key}"] is not None}
     loaded = load_experiment(asked["EXPERIMENT"] or "quickstart", asked["--set"] or (), base)
-    axes = [parse_axis(text) for text in asked["--sweep"] or ()]
+    axes = beside([parse_axis(text) for text in asked["--sweep"] or ()], Path(asked["EXPERIMENT"] or "quickstart"))
     seeds = 1 if asked["--seeds"] is None else asked["--seeds"]
     grid = plan_sweep(loaded, seeds, axes)
     names = SweepResults(Path(), Index(grid)).cell_names()

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from feddd.errors import InputError
 from feddd.experiments.checkpoints import Checkpoints
 from feddd.experiments.config import Experiment
 from feddd.experiments.data import write_data_facts
@@ -98,7 +99,10 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
     """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
     facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
     if experiment.fleet.file is not None:  # what it says, wherever it lies
-        facts["fleet"]["file"] = hashlib.sha256(Path(experiment.fleet.file).read_bytes()).hexdigest()
+        try:
+            facts["fleet"]["file"] = hashlib.sha256(Path(experiment.fleet.file).read_bytes()).hexdigest()
+        except OSError as error:
+            raise InputError(f"cannot read {experiment.fleet.file}: {error.strerror}") from error
     section = experiment.strategy[0]
     plain = _defaults(section.name)
     options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from feddd.errors import InputError
-from feddd.experiments.cells import Cell, Store, Watch
+from feddd.experiments.cells import Cell, Store, Watch, in_order
 from feddd.experiments.config import Experiment
 from feddd.experiments.extending import extend
 from feddd.experiments.folders import REFRESH_SECONDS, Lock, to_json
@@ -54,11 +54,14 @@ def sweep(
     watch: called after every round with the cell (one strategy on one seed) and its record
     The other arguments are those of `run`. What does not depend on a key is run once and shared.
     """
+    axes = [Axis(key, tuple(values)) for key, values in (sweep or {}).items()]
     if not isinstance(experiment, Experiment):
+        axes = beside(axes, Path(experiment))
         experiment = load_experiment(experiment)
-    grid = plan_sweep(experiment, seeds, [Axis(key, tuple(values)) for key, values in (sweep or {}).items()])
+    grid = plan_sweep(experiment, seeds, axes)
     options = simulation_options(workers, engine, ray_address, state_dir, False, pool)
     trackers = Trackers(track)
+    in_order(grid.cells)  # whatever they are made from can be read
     folder = create(grid, out)
     try:
         trackers.remember(folder)
@@ -67,6 +70,19 @@ def sweep(
         if not (folder / CELLS).exists():  # nothing was run: nothing is left behind
             shutil.rmtree(folder)
         raise
+
+
+def beside(axes: Sequence[Axis], experiment: Path) -> list[Axis]:
+    """Look for fleets' files beside the experiment's file, then in the current folder."""
+
+    def find(name: object) -> str:
+        near, here = experiment.parent.absolute() / str(name), Path(str(name)).absolute()
+        return str(here if here.is_file() and not near.is_file() else near)
+
+    return [
+        Axis(axis.key, tuple(find(value) for value in axis.values)) if axis.key == "fleet.file" else axis
+        for axis in axes
+    ]
 
 
 def plan_sweep(experiment: Experiment, seeds: int, axes: Sequence[Axis]) -> Grid:
