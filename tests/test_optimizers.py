@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feddd.paper.cells import cells
 from torch import Tensor, nn
 from torch.nn import functional
 
 from feddd import FedAvg, InputError, load_experiment
 from feddd.core.streams import stream
 from feddd.core.units import units
+from feddd.experiments.cells import cells
 from feddd.experiments.config import Experiment, parse_experiment
 from feddd.experiments.running import build_world, run
 from feddd.simulation.optimizers import check_optimizer, training_rules

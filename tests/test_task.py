@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from feddd.paper.cells import cells
 from torch.nn import functional
 
 import feddd
+from feddd.experiments.cells import cells
 from feddd.experiments.config import parse_experiment
 from feddd.experiments.loading import load_experiment
 from feddd.experiments.metrics import Metric

@@ -378,8 +378,7 @@ def _slot(module: nn.Module, local: str, plain: Slot) -> Slot:
 
 def _recurrent_suffix(name: str) -> str:
     """`weight_ih_l0_reverse` → `l0_reverse`: each depth and direction is a layer; a projection is one of its own."""
-    local = name.rpartition(".")[2]
-    kind, _, suffix = local.partition("_l")
+    kind, _, suffix = (local := name.rpartition(".")[2]).partition("_l")
     return f"l{suffix}" if kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") else local
 
 

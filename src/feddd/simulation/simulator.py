@@ -276,7 +276,8 @@ class Simulation:
         try:
             return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
         except ValueError as error:
-            raise InputError(f"in round {number} {error}") from error
+            when = f"in round {number} " if number > 1 else ""  # what is wrong from the start has no round
+            raise InputError(f"{when}{error}") from error
 
     def _download_sizes(self, plan: Plan, sent: Sending) -> dict[int, int]:
         clients = [task.client for task in plan.tasks]
