@@ -121,14 +121,7 @@ def test_inputs_by_name_reach_the_model_by_name():
     table, rng = units(model), np.random.default_rng(0)
     words, numbers = torch.from_numpy(rng.integers(0, 9, (40, 6))), torch.randn(40, 3)
     labels = torch.from_numpy(rng.integers(0, 4, 40))
-
-    class Named(Samples):
-        """Samples whose inputs are made of their numbers: two tensors by name."""
-
-        def inputs(self, pixels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-            return {"words": words[pixels], "numbers": numbers[pixels]}
-
-    samples = Named(torch.arange(40), labels)
+    samples = Samples({"words": words, "numbers": numbers}, labels)
     before = {slot.name: torch.stack([model.state_dict()[slot.name]] * 2) for slot in table.slots}
     clients = [Local(0, 25, stream(0, 0)), Local(25, 15, stream(0, 1))]
     training = Training(batch_size=10, learning_rate=0.1)

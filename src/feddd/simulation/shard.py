@@ -162,8 +162,7 @@ class Shard:
                 module.load_state_dict(_from_arrays(spec.constants), strict=False)
             (table,) = models.layer_tables([module], spec.units)
             own = narrow_coverage(coverage, table) if coverage else None
-            trainer = make_trainer(module, table, spec.training.trainer)
-            self._widths[width] = _Width(module, table, own, trainer)
+            self._widths[width] = _Width(module, table, own, make_trainer(module, table, spec.training.trainer))
         self._seconds: dict[str, float] = {}
         self._states = ClientStates(spec.state_dir, self._widths[0].units.elements)
 
