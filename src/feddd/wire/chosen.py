@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,68 +17,78 @@ from torch import Tensor
 from feddd.core.aggregation import Aggregator
 from feddd.core.units import Mask, Params, Units
 from feddd.wire.blocks import block_elements
-from feddd.wire.format import pack_masks
+from feddd.wire.format import pack_mask, pack_masks
 
 Ints = NDArray[np.int64]
 
 
-class Chosen(Protocol):
-    """Some numbers of every client of a stack."""
+class Chosen:
+    """Some numbers of every client of a stack; by default a part of the whole model, in which units do not matter."""
 
-    def packed(self, table: Units) -> list[bytes]:
-        """Return the mask of units that the server remembers of each client."""
-        ...
+    @property
+    def clients(self) -> int:
+        """Return how many clients the stack has."""
+        raise NotImplementedError
 
     def numbers(self, table: Units) -> Ints:
         """Return how many numbers each client sends, without those that are always sent."""
-        ...
-
-    def units(self, table: Units) -> Ints:
-        """Return how many groups of numbers with a scale of their own each client sends."""
-        ...
-
-    def shares(self, table: Units) -> NDArray[np.float64]:
-        """Return the share of the model that each client sends."""
-        ...
+        raise NotImplementedError
 
     def take(self, values: Params, place: int, table: Units) -> Tensor:
         """Return one client's numbers as a float32 vector in wire order."""
-        ...
-
-    def fixed(self, table: Units) -> int:
-        """Return how many numbers are sent in any case, behind the others."""
-        ...
+        raise NotImplementedError
 
     def put(self, vectors: Sequence[Tensor], table: Units) -> dict[str, Tensor]:
         """Make stacks of what `take` returned, zero elsewhere; the numbers always sent stand behind the others."""
-        ...
+        raise NotImplementedError
 
     def only(self, fine: NDArray[np.bool_]) -> Chosen:
         """Return what some of the clients send."""
-        ...
+        raise NotImplementedError
 
     def with_one(self, place: int, other: Chosen) -> Chosen:
         """Return the same with what another stack of one sends in one client's place."""
-        ...
-
-    def counted(self, table: Units) -> Mapping[str, Tensor] | None:
-        """Return which elements the server counts; None for all of them."""
-        ...
+        raise NotImplementedError
 
     def add(self, sums: Aggregator, values: Params, weights: Tensor, table: Units) -> None:
         """Count the clients in the server's sums; values: as the server has them, weights: float64 [clients]."""
-        ...
+        raise NotImplementedError
 
     def add_one(self, sums: Aggregator, values: Params, weight: float, table: Units) -> None:
         """Count a stack of one in the server's sums, number by number in double precision."""
-        ...
+        self.add(sums, values, torch.tensor([weight], dtype=torch.float64), table)
+
+    def packed(self, table: Units) -> list[bytes]:
+        """Return the mask of units that the server remembers of each client: all, if units do not matter."""
+        return [pack_mask(table.full_mask(), table)] * self.clients
+
+    def units(self, table: Units) -> Ints:
+        """Return how many groups of numbers with a scale of their own each client sends."""
+        return np.ones(self.clients, np.int64)
+
+    def shares(self, table: Units) -> NDArray[np.float64]:
+        """Return the share of the model that each client sends."""
+        return self.numbers(table) / table.elements
+
+    def fixed(self, table: Units) -> int:
+        """Return how many numbers are sent in any case, behind the others."""
+        return 0
+
+    def counted(self, table: Units) -> Mapping[str, Tensor] | None:
+        """Return which elements the server counts; None for all of them."""
+        return None
 
 
 @dataclass(frozen=True)
-class ChosenUnits:
+class ChosenUnits(Chosen):
     """Whole units; masks: [clients, units] per layer."""
 
     masks: Mask
+
+    @property
+    def clients(self) -> int:
+        """Return how many masks there are; of a model without units, one."""
+        return next((len(mask) for mask in self.masks.values()), 1)
 
     def packed(self, table: Units) -> list[bytes]:
         """Return the masks as they travel."""
@@ -136,23 +145,20 @@ class ChosenUnits:
 
 
 @dataclass(frozen=True)
-class ChosenBlocks:
+class ChosenBlocks(Chosen):
     """Sub-models; masks: their units, [clients, units] per layer; elements: which numbers these are, by tensor."""
 
     masks: Mask
     elements: Mapping[str, Tensor]
 
-    def packed(self, table: Units) -> list[bytes]:
-        """Return full masks: a sub-model is sent whole."""
-        return _full(table, len(next(iter(self.masks.values()))))
+    @property
+    def clients(self) -> int:
+        """Return how many sub-models there are."""
+        return len(next(iter(self.masks.values())))
 
     def numbers(self, table: Units) -> Ints:
         """Return the elements of the sub-models."""
         return block_elements(self.masks, table)
-
-    def units(self, table: Units) -> Ints:
-        """Return one group for each sub-model."""
-        return np.ones(len(next(iter(self.masks.values()))), np.int64)
 
     def shares(self, table: Units) -> NDArray[np.float64]:
         """Return the share of all numbers."""
@@ -161,10 +167,6 @@ class ChosenBlocks:
     def take(self, values: Params, place: int, table: Units) -> Tensor:
         """Return the blocks, tensor by tensor."""
         return torch.cat([values[slot.name][place][self.elements[slot.name][place]].float() for slot in table.slots])
-
-    def fixed(self, table: Units) -> int:
-        """Return none: sub-models are of chains of layers."""
-        return 0
 
     def put(self, vectors: Sequence[Tensor], table: Units) -> dict[str, Tensor]:
         """Write every client's blocks into zeros."""
@@ -194,40 +196,25 @@ class ChosenBlocks:
         """Count the elements of the sub-models."""
         sums.add_blocks(values, self.elements, weights)
 
-    def add_one(self, sums: Aggregator, values: Params, weight: float, table: Units) -> None:
-        """Count the elements of the sub-model."""
-        self.add(sums, values, torch.tensor([weight], dtype=torch.float64), table)
-
 
 @dataclass(frozen=True)
-class ChosenPlaces:
+class ChosenPlaces(Chosen):
     """Single numbers of the whole model in wire order; places: ascending, by client. The others count as zero."""
 
     places: Sequence[Ints]
 
-    def packed(self, table: Units) -> list[bytes]:
-        """Return full masks: what is not sent has not changed."""
-        return _full(table, len(self.places))
+    @property
+    def clients(self) -> int:
+        """Return how many clients have places."""
+        return len(self.places)
 
     def numbers(self, table: Units) -> Ints:
         """Return how many they are."""
         return np.array([len(own) for own in self.places], np.int64)
 
-    def units(self, table: Units) -> Ints:
-        """Return one group for each client."""
-        return np.ones(len(self.places), np.int64)
-
-    def shares(self, table: Units) -> NDArray[np.float64]:
-        """Return the share of all numbers."""
-        return self.numbers(table) / table.elements
-
     def take(self, values: Params, place: int, table: Units) -> Tensor:
         """Return the numbers at these places."""
         return flat(values, table)[place][torch.from_numpy(self.places[place])]
-
-    def fixed(self, table: Units) -> int:
-        """Return none: a number without units is a place like any other."""
-        return 0
 
     def put(self, vectors: Sequence[Tensor], table: Units) -> dict[str, Tensor]:
         """Write every client's numbers into zeros."""
@@ -244,10 +231,6 @@ class ChosenPlaces:
         """Return the places with other ones for this client."""
         assert isinstance(other, ChosenPlaces)
         return ChosenPlaces([*self.places[:place], *other.places, *self.places[place + 1 :]])
-
-    def counted(self, table: Units) -> None:
-        """Return that all elements count."""
-        return
 
     def add(self, sums: Aggregator, values: Params, weights: Tensor, table: Units) -> None:
         """Count everything."""
@@ -305,7 +288,3 @@ def unflat(whole: Tensor, table: Units) -> dict[str, Tensor]:
     split = torch.split(whole, [slot.elements for slot in table.slots], dim=1)
     parts = {slot.name: part.reshape(len(whole), *slot.shape) for slot, part in zip(table.slots, split, strict=True)}
     return _Parts(parts, whole)
-
-
-def _full(table: Units, clients: int) -> list[bytes]:
-    return pack_masks({name: mask[None] for name, mask in table.full_mask().items()}, table) * clients

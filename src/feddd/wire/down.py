@@ -23,7 +23,7 @@ from feddd.core.stacks import put_stack
 from feddd.core.units import Params, Units
 from feddd.wire.chosen import ChosenUnits, one
 from feddd.wire.exchange import EVERYTHING, Chain, chain, encode, payload_sizes, read, write
-from feddd.wire.format import pack_mask, unit_payload_sizes, unpack_mask
+from feddd.wire.format import pack_mask, unit_payload_sizes, unpack_mask, unpack_masks
 from feddd.wire.select import MASK, OWN, Blocks, Given, blocks_of
 from feddd.wire.stage import At, ClientState, Known, Update
 
@@ -292,8 +292,7 @@ def _for_client(coding: Chain, coded: Update, down: Down, table: Units, wide: Un
             coded = stage.narrowed(coded, wide, table)
     if down.mask is None:
         return coded
-    mask = unpack_mask(down.mask, table)
-    return dataclasses.replace(coded, chosen=ChosenUnits({name: units[None] for name, units in mask.items()}))
+    return dataclasses.replace(coded, chosen=ChosenUnits(unpack_masks([down.mask], table)))
 
 
 def prepare(

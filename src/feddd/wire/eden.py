@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from feddd.core.units import Units
 from feddd.wire.chosen import Ints
 from feddd.wire.format import VALUE_BYTES, PayloadError
-from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values, write_once
+from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
 
 Vector = NDArray[np.float32]
 
@@ -53,11 +53,10 @@ class Eden(Stage):
 
     codes_values: ClassVar[bool] = True
 
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse a number of bits that there is not, and a second way of writing."""
+    def check(self) -> None:
+        """Refuse a number of bits that there is not."""
         if self.bits not in CENTROIDS:
             raise ValueError(f"EDEN writes numbers in 1, 2, 3 or 4 bits, not {self.bits}")
-        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Rotate and round the numbers that are sent, and rotate them back."""

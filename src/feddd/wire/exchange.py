@@ -40,7 +40,8 @@ class Chain:
 
     def __post_init__(self) -> None:
         for place, stage in enumerate(self.stages):
-            stage.check(self.stages[:place])
+            _check_place(stage, self.stages[:place])
+            stage.check()
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -175,7 +176,7 @@ def through_bytes(chains: Sequence[Chain], update: Update, table: Units) -> Upda
 def payload_sizes(line: Chain, update: Update, table: Units) -> Ints:
     """Return the bytes of every client's payload, without writing them."""
     chosen = update.chosen
-    total = np.full(len(chosen.packed(table)), HEADER_BYTES, np.int64)
+    total = np.full(chosen.clients, HEADER_BYTES, np.int64)
     if not line.chooses:
         total += mask_bytes(table)
     for stage in line.stages:
@@ -231,6 +232,15 @@ def _check_size(line: Chain, data: bytes | memoryview, reading: Reading, table: 
         expected = int(payload_sizes(line, Update({}, reading.chosen), table)[0])
         if len(data) != expected:
             raise PayloadError(f"the payload has {len(data)} bytes, its mask announces {expected}")
+
+
+def _check_place(stage: Stage, before: Sequence[Stage]) -> None:
+    """Refuse, with a ValueError, to choose numbers twice or after they were written, and to write them twice."""
+    other = [type(one).__name__ for one in before if one.codes_values or (stage.chooses and one.chooses)]
+    if stage.chooses and other:
+        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}, which chooses or writes the numbers")
+    if stage.codes_values and other:
+        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}: numbers are written once")
 
 
 def _settings(stage: Stage) -> tuple[Any, ...]:

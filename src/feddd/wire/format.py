@@ -129,10 +129,8 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
 
 def unit_payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int64]:
     """The payloads of several packed masks with values as they are."""
-    rows = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1)
-    flags = np.unpackbits(rows, axis=1, bitorder="little")
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
-    kept = flags[:, : table.total_units].astype(np.int64)
+    kept = _unpacked(packed)[:, : table.total_units].astype(np.int64)
     sizes: NDArray[np.int64] = fixed_bytes(table) + VALUE_BYTES * (kept @ per_unit.astype(np.int64))
     return sizes
 
@@ -153,13 +151,25 @@ def pack_masks(masks: Mapping[str, Tensor], table: Units) -> list[bytes]:
 
 def unpack_mask(data: bytes, table: Units) -> Mask:
     """The inverse of `pack_mask`; a padding bit that is set is refused."""
-    if len(data) != mask_bytes(table):
-        raise PayloadError(f"a mask of {table.total_units} units has {mask_bytes(table)} bytes, not {len(data)}")
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    if bits[table.total_units :].any():
+    return {name: mask[0] for name, mask in unpack_masks([data], table).items()}
+
+
+def unpack_masks(packed: Sequence[bytes], table: Units) -> Mask:
+    """The inverse of `pack_masks`, a stack."""
+    wrong = next((len(data) for data in packed if len(data) != mask_bytes(table)), None)
+    if wrong is not None:
+        raise PayloadError(f"a mask of {table.total_units} units has {mask_bytes(table)} bytes, not {wrong}")
+    bits = _unpacked(packed)
+    if bits[:, table.total_units :].any():
         raise PayloadError("a padding bit of the mask is set")
-    flat = torch.from_numpy(bits[: table.total_units].astype(np.bool_))
-    return dict(zip((x.name for x in table.layers), torch.split(flat, [x.units for x in table.layers]), strict=True))
+    flat = torch.from_numpy(bits[:, : table.total_units].astype(np.bool_))
+    parts = torch.split(flat, [layer.units for layer in table.layers], dim=1) if table.layers else ()
+    return dict(zip((layer.name for layer in table.layers), parts, strict=True))
+
+
+def _unpacked(packed: Sequence[bytes]) -> NDArray[np.uint8]:
+    rows = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1)
+    return np.unpackbits(rows, axis=1, bitorder="little")
 
 
 def mask_bytes(table: Units) -> int:

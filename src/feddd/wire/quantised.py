@@ -29,7 +29,7 @@ from feddd.wire.quantise import (
     units_at_once,
     unpack_codes,
 )
-from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values, write_once
+from feddd.wire.stage import COMPOSED, At, ClientState, Each, Reading, Stage, Update, fixed_values
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class Bits(Stage):
 
     codes_values: ClassVar[bool] = True
 
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse a number of bits that there is not, and a second way of writing."""
+    def check(self) -> None:
+        """Refuse a number of bits that there is not."""
         greatest_code(self.bits)
         if self.rounding not in ("random", "nearest"):
             raise ValueError(f'rounding must be "random" or "nearest", not {self.rounding!r}')
-        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Round the numbers that are sent."""
@@ -142,10 +141,6 @@ class Ternary(Stage):
     """Write numbers as signs and their mean magnitude."""
 
     codes_values: ClassVar[bool] = True
-
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse a second way of writing."""
-        write_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Give all numbers that are sent the same magnitude."""

@@ -16,7 +16,7 @@ from feddd.core.stacks import take_stack
 from feddd.core.units import Mask, Units
 from feddd.wire.blocks import element_masks
 from feddd.wire.chosen import Chosen, ChosenBlocks, ChosenPlaces, ChosenUnits, Ints, flat, one
-from feddd.wire.format import PayloadError, mask_bytes, pack_mask, unpack_mask
+from feddd.wire.format import PayloadError, mask_bytes, pack_mask, unpack_masks
 from feddd.wire.sparse import decode_places, encode_places, greatest_count, greatest_places, place_bytes
 from feddd.wire.stage import At, ClientState, Each, Reading, Stage, Update
 
@@ -24,8 +24,23 @@ MASK, OWN = "mask", "own"
 """What clients keep: the units that they sent last, and the values of the others."""
 
 
+class _Masked(Stage):
+    """What stages share that write which units they are about."""
+
+    chooses: ClassVar[bool] = True
+
+    def sizes(self, update: Update, table: Units) -> int:
+        """Return the bytes of a mask."""
+        return mask_bytes(table)
+
+    def front(self, update: Update, place: int, table: Units) -> bytes:
+        """Write the mask."""
+        assert isinstance(update.chosen, ChosenUnits | ChosenBlocks)
+        return pack_mask(one(update.chosen.masks, place), table)
+
+
 @dataclass(frozen=True)
-class Select(Stage):
+class Select(_Masked):
     """Send the best units of every layer, and keep one's own values of the others.
 
     dropout: D_n, the share of a layer's units that stays    score: what makes a unit good, see `core.selection`
@@ -37,17 +52,15 @@ class Select(Stage):
     always_send: tuple[str, ...] = ()
 
     each: ClassVar[tuple[str, ...]] = ("dropout",)
-    chooses: ClassVar[bool] = True
 
     @property
     def needs_coverage(self) -> bool:
         """Return whether scores are divided by CR(k)."""
         return ranking_of(self.score).covered and self.dropout > 0
 
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse to choose twice, and a score that there is not."""
+    def check(self) -> None:
+        """Refuse a score that there is not."""
         ranking_of(self.score)
-        _choose_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Score the units by what training did to them, whatever the numbers on their way are by now."""
@@ -70,10 +83,6 @@ class Select(Stage):
         kept = [state | {MASK: mask, OWN: values} for state, mask, values in zip(states, sent, own, strict=True)]
         return dataclasses.replace(update, chosen=ChosenUnits(masks)), kept
 
-    def sizes(self, update: Update, table: Units) -> int:
-        """Return the bytes of a mask."""
-        return mask_bytes(table)
-
     def planned(self, table: Units, numbers: int, units: int) -> tuple[int, int, int]:
         """Return what is asked for: nearly the same share of every layer."""
         kept = [self.asked(layer.name, layer.units) for layer in table.layers]
@@ -84,14 +93,9 @@ class Select(Stage):
         """Return how many of a layer's units are sent."""
         return count if layer in self.always_send else kept_units(count, self.dropout)
 
-    def front(self, update: Update, place: int, table: Units) -> bytes:
-        """Write the mask."""
-        return update.chosen.packed(table)[place]
-
     def read_front(self, reading: Reading, table: Units) -> None:
         """Read the mask."""
-        mask = unpack_mask(bytes(reading.take(mask_bytes(table))), table)
-        reading.chosen = ChosenUnits({name: units[None] for name, units in mask.items()})
+        reading.chosen = ChosenUnits(unpack_masks([bytes(reading.take(mask_bytes(table)))], table))
 
     def check_asked(self, chosen: Chosen, table: Units) -> None:
         """Refuse a mask that has not as many units of every layer as were asked for."""
@@ -103,48 +107,31 @@ class Select(Stage):
 
 
 @dataclass(frozen=True)
-class Given(Stage):
+class Given(_Masked):
     """Send these units, which both ends know; mask: packed."""
 
     mask: bytes = b""
 
     each: ClassVar[tuple[str, ...]] = ("mask",)
-    chooses: ClassVar[bool] = True
-
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse to choose twice."""
-        _choose_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Leave everything as it is."""
-        units = [unpack_mask(mask, at.table) for mask in each["mask"]]
-        masks = {layer.name: torch.stack([own[layer.name] for own in units]) for layer in at.table.layers}
-        return dataclasses.replace(update, chosen=ChosenUnits(masks)), states
-
-    def sizes(self, update: Update, table: Units) -> int:
-        """Return the bytes of a mask."""
-        return mask_bytes(table)
+        return dataclasses.replace(update, chosen=ChosenUnits(unpack_masks(each["mask"], at.table))), states
 
     def planned(self, table: Units, numbers: int, units: int) -> tuple[int, int, int]:
         """Return the size of the units."""
-        mask = unpack_mask(self.mask, table)
-        kept = sum(int(own.sum()) for own in mask.values())
-        return table.kept_elements(mask) - len(table.fixed), kept, mask_bytes(table)
-
-    def front(self, update: Update, place: int, table: Units) -> bytes:
-        """Write the mask."""
-        return update.chosen.packed(table)[place]
+        chosen = ChosenUnits(unpack_masks([self.mask], table))
+        return int(chosen.numbers(table)[0]), int(chosen.units(table)[0]), mask_bytes(table)
 
     def read_front(self, reading: Reading, table: Units) -> None:
         """Read the mask, which must be the one that is known."""
         if bytes(reading.take(mask_bytes(table))) != self.mask:
             raise PayloadError("the payload is not of the units that were agreed on")
-        mask = unpack_mask(self.mask, table)
-        reading.chosen = ChosenUnits({name: units[None] for name, units in mask.items()})
+        reading.chosen = ChosenUnits(unpack_masks([self.mask], table))
 
 
 @dataclass(frozen=True)
-class Blocks(Stage):
+class Blocks(_Masked):
     """Send a sub-model: the rows and columns of some units.
 
     mask: its units, packed    dropout: the share of the model that is outside of it
@@ -154,12 +141,7 @@ class Blocks(Stage):
     dropout: float = 0.0
 
     each: ClassVar[tuple[str, ...]] = ("mask", "dropout")
-    chooses: ClassVar[bool] = True
     splits_units: ClassVar[bool] = True
-
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse to choose twice."""
-        _choose_once(self, below)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Leave zeros outside of the sub-models."""
@@ -167,18 +149,9 @@ class Blocks(Stage):
         values = {name: stack * chosen.elements[name].to(stack.device) for name, stack in update.values.items()}
         return dataclasses.replace(update, values=values, chosen=chosen), states
 
-    def sizes(self, update: Update, table: Units) -> int:
-        """Return the bytes of a mask."""
-        return mask_bytes(table)
-
     def planned(self, table: Units, numbers: int, units: int) -> tuple[int, int, int]:
         """Return the size of the sub-model."""
         return int(blocks_of([self.mask], table).numbers(table)[0]), 1, mask_bytes(table)
-
-    def front(self, update: Update, place: int, table: Units) -> bytes:
-        """Write the mask."""
-        assert isinstance(update.chosen, ChosenBlocks)
-        return pack_mask(one(update.chosen.masks, place), table)
 
     def read_front(self, reading: Reading, table: Units) -> None:
         """Read the mask, which must be that of the sub-model."""
@@ -208,9 +181,8 @@ class TopK(Stage):
         """Return the share that is not sent."""
         return 1.0 - self.share
 
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse to choose twice, and a share that is none."""
-        _choose_once(self, below)
+    def check(self) -> None:
+        """Refuse a share that is none."""
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"the share of TopK must lie above 0 and at most at 1, not {self.share}")
 
@@ -261,8 +233,7 @@ class TopK(Stage):
 
 def blocks_of(masks: Sequence[bytes], table: Units) -> ChosenBlocks:
     """Return the sub-models of these packed units."""
-    units = [unpack_mask(mask, table) for mask in masks]
-    stacked = {layer.name: torch.stack([own[layer.name] for own in units]) for layer in table.layers}
+    stacked = unpack_masks(masks, table)
     return ChosenBlocks(stacked, element_masks(stacked, table))
 
 
@@ -275,9 +246,3 @@ def split_mask(flags: Tensor, table: Units) -> Mask:
 def complement(mask: Mapping[str, Tensor]) -> Mask:
     """Return the units that a mask leaves out."""
     return {name: ~kept for name, kept in mask.items()}
-
-
-def _choose_once(stage: Stage, below: Sequence[Stage]) -> None:
-    other = [type(one).__name__ for one in below if getattr(one, "chooses", False) or one.codes_values]
-    if other:
-        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}, which chooses or writes the numbers")

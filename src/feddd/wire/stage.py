@@ -9,14 +9,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.core.streams import stream
 from feddd.core.units import Mask, Params, Units
 from feddd.wire.chosen import Chosen, Ints, one, some
-from feddd.wire.format import PayloadError, unpack_mask
+from feddd.wire.format import PayloadError, pack_mask, unpack_masks
 
 ClientState = dict[str, Tensor]
 """What a client keeps between rounds: tensors by name."""
@@ -68,9 +67,8 @@ class At:
         """Return the units that each client was sent in this round, stacked; None if all were sent all."""
         if all(mask is None for mask in self.masks):
             return None
-        whole = self.table.full_mask()
-        own = [whole if mask is None else unpack_mask(mask, self.table) for mask in self.masks]
-        return {layer.name: torch.stack([mask[layer.name] for mask in own]) for layer in self.table.layers}
+        whole = pack_mask(self.table.full_mask(), self.table)
+        return unpack_masks([whole if mask is None else mask for mask in self.masks], self.table)
 
     def rngs(self, purpose: str) -> list[np.random.Generator]:
         """Return every client's own generator for a purpose in this round."""
@@ -144,8 +142,8 @@ class Stage:
     needs_base: ClassVar[bool] = False
     """Whether the server has to know all that the client begins a round with."""
 
-    def check(self, below: Sequence[Stage]) -> None:
-        """Refuse, with a ValueError, a place in a chain where the stage makes no sense; below: the stages before it."""
+    def check(self) -> None:
+        """Refuse, with a ValueError, settings that make no sense."""
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
         """Do the client's half; the values are then what the server will decode."""
@@ -202,10 +200,3 @@ def fixed_values(update: Update, place: int, table: Units) -> NDArray[np.float32
         return np.empty(0, np.float32)
     own = one(update.values, place)
     return np.array([float(own[slot.name]) for slot in table.fixed], np.float32)
-
-
-def write_once(stage: Stage, below: Sequence[Stage]) -> None:
-    """Refuse a stage that writes numbers behind another one that does; below: the stages before it."""
-    other = [type(one).__name__ for one in below if one.codes_values]
-    if other:
-        raise ValueError(f"{type(stage).__name__} cannot come after {other[0]}: numbers are written once")
