@@ -16,7 +16,7 @@ from feddd import FedAvg, FedCS, FedDD, Oort, payload_size
 from feddd.core.units import units
 from feddd.errors import RunError
 from feddd.experiments.running import build_world
-from feddd.simulation import engine, processes
+from feddd.simulation import engine, worker_process
 from feddd.simulation.engine import assign_blocks, block_ranges
 from feddd.simulation.reduction import reduce_tree
 from feddd.simulation.samples import SampleArrays, fill, lay_out, memory_file
@@ -316,11 +316,11 @@ def test_half_a_message_means_that_the_other_end_is_gone():
         os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
         theirs.close()
         with pytest.raises(EOFError, match="during message"):
-            processes.receive(ours)
+            worker_process.receive(ours)
 
 
 def test_a_coordinator_that_leaves_while_it_speaks_ends_a_worker_without_a_trace(capfd):
-    worker = processes.WorkerProcess()
+    worker = worker_process.WorkerProcess()
     os.write(worker._connection.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
     worker._connection.close()
     assert worker.wait() == 0
@@ -331,7 +331,7 @@ def test_a_worker_that_always_dies_is_a_clear_error(world, monkeypatch):
     with Simulation(world, workers=2) as simulation:
         run = simulation.run(FedAvg(), 3)
         next(run)
-        monkeypatch.setattr(processes, "WORKER_ENVIRONMENT", {"PYTHONHOME": "/nowhere"})
+        monkeypatch.setattr(worker_process, "WORKER_ENVIRONMENT", {"PYTHONHOME": "/nowhere"})
         kill(simulation, 0)
         with pytest.raises(WorkerDied, match="exit code") as caught:
             next(run)
