@@ -154,11 +154,13 @@ def _simulated(world: str, strategy: dict[str, Any], workers: int) -> Columns:
         except (InputError, ValueError) as error:
             return {"refused": np.array([str(error)])}
         tables = load_results(folder).tables
+    # Under the metric accuracy this column repeats the other one, which is pinned.
+    assert tables["rounds"]["test_metric"].equals(tables["rounds"]["test_accuracy"])
     columns = {
         f"{name}.{column}": tables[name][column].to_numpy()
         for name in TABLES
         for column in tables[name].column_names
-        if column not in ("strategy", "seed")
+        if column not in ("strategy", "seed", "test_metric")
     }
     return columns | {"model": _vector(records[-1].state.model)}
 
