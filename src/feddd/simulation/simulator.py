@@ -265,11 +265,10 @@ class Simulation:
         ]
 
     def _plan(self, strategy: Strategy, state: ServerState) -> Plan:
-        number = state.round + 1
         try:
-            return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
+            return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
         except ValueError as error:
-            raise InputError(f"in round {number} {error}") from error
+            raise InputError(str(error)) from error
 
     def _download_sizes(self, plan: Plan, sent: Sending) -> dict[int, int]:
         clients = [task.client for task in plan.tasks]
