@@ -489,9 +489,9 @@ def _npz(work: Path) -> Target:
     path, seeds = work / "arrays.npz", []
     for write in (np.savez, np.savez_compressed):
         buffer = io.BytesIO()
-        inputs = {f"{part}_inputs.x": np.ones((4, 3), np.float32) for part in ("train", "test")}
-        targets = {f"{part}_targets": np.arange(4) for part in ("train", "test")}
-        write(buffer, **inputs, **targets, clients=np.array(["a", "b", "a", "b"]), classes=np.array(list("wxyz")))
+        arrays: dict[str, Any] = {f"{part}_inputs.x": np.ones((4, 3), np.float32) for part in ("train", "test")}
+        arrays |= {f"{part}_targets": np.arange(4) for part in ("train", "test")}
+        write(buffer, **arrays, clients=np.array(["a", "b", "a", "b"]), classes=np.array(list("wxyz")))
         seeds.append(buffer.getvalue())
 
     def read(data: bytes) -> None:
