@@ -155,6 +155,8 @@ def _simulated(world: str, strategy: dict[str, Any], workers: int) -> Columns:
         except (InputError, ValueError) as error:
             return {"refused": np.array([str(error)])}
         tables = load_results(folder).tables
+    # Under the metric accuracy this column repeats the other one, which is pinned.
+    assert tables["rounds"]["test_metric"].equals(tables["rounds"]["test_accuracy"])
     columns = {
         f"{name}.{column}": tables[name][column].to_numpy()
         for name in TABLES

@@ -131,7 +131,7 @@ def test_selection_keeps_the_components_that_moved(selector):
 @pytest.mark.parametrize(("method", "most"), [(FedAvg(), 4.0), (FedDD(), 4.0), (FedDD(value_bits=4), 0.7)])
 def test_a_simulation_sends_the_adapters_alone(model, method, most):
     world = world_of(model, optimizer="adam", learning_rate=0.01)
-    numbers = learnt(world.build())
+    numbers = learnt(world.build_model())
     with Simulation(world, workers=1, wire=True) as simulation:
         records = list(simulation.run(method, 3))
     first, last = simulation.initial, records[-1].state.model
@@ -178,7 +178,7 @@ def test_on_flower_the_adapters_alone_cross_the_wire_and_the_numbers_are_the_sim
     model: str, bits: int, tmp_path: Path
 ) -> None:
     world, method = world_of(model), FedDD(broadcast_every=2, value_bits=bits)
-    numbers, everything = learnt(world.build()), sum(p.numel() for p in world.build().parameters())
+    numbers, everything = learnt(world.build_model()), sum(p.numel() for p in world.build_model().parameters())
     with Simulation(world, workers=1) as simulation:
         records = list(simulation.run(method, 3))
     facts: list[RoundFacts] = []

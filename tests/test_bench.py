@@ -111,7 +111,7 @@ def test_the_loop_and_our_engine_train_the_same_recurrent_network(tmp_path):
     with Simulation(world, workers=1) as simulation:
         (record,) = simulation.run(FedAvg(), 1)
     assert record.evaluation is not None
-    assert set(record.state.model) == set(world.build().state_dict())
+    assert set(record.state.model) == set(world.build_model().state_dict())
     write_work(world, {}, tmp_path)
     with program(sys.executable, own_script("torch_loop"), str(tmp_path)) as step:
         assert step() > 0

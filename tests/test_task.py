@@ -208,7 +208,7 @@ def test_a_negative_loss_is_fine_for_fedavg_and_one_line_for_feddd(tmp_path: Pat
     task = {"loss": "own_data:below_zero", "metric": "own_data:near", "higher_is_better": True}
     made = regression(task=task, strategy=[{"name": "fedavg"}])
     assert feddd.run(parse_experiment(made), tmp_path / "fedavg", workers=1).rows("rounds")[1]["train_loss"] < 0
-    with pytest.raises(feddd.InputError, match=r"in round 2 a client's loss is -9.*FedDD weighs clients by losses"):
+    with pytest.raises(feddd.InputError, match=r"a client's loss is -9.*FedDD weighs clients by losses"):
         feddd.run(parse_experiment(regression(task=task)), tmp_path / "feddd", workers=1)
 
 

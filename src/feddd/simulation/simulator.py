@@ -272,12 +272,10 @@ class Simulation:
         ]
 
     def _plan(self, strategy: Strategy, state: ServerState) -> Plan:
-        number = state.round + 1
         try:
-            return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", number))
+            return strategy.plan(state, self.fleet, stream(self.world.seed, "strategy", state.round + 1))
         except ValueError as error:
-            when = f"in round {number} " if number > 1 else ""  # what is wrong from the start has no round
-            raise InputError(f"{when}{error}") from error
+            raise InputError(str(error)) from error
 
     def _download_sizes(self, plan: Plan, sent: Sending) -> dict[int, int]:
         clients = [task.client for task in plan.tasks]

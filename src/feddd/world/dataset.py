@@ -131,7 +131,7 @@ def over(inputs: Inputs, function: Callable[[Array], Any]) -> Any:
 
 
 def chunks(array: Array) -> Iterator[Array]:
-    """Cut an array along its samples: one that is mapped from a file never lies in memory as a whole."""
+    """Cut an array along its samples: one that is mapped from a file is read in pieces."""
     rows = max(1, _CHUNK_BYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
     for start in range(0, len(array), rows):
         yield array[start : start + rows]
