@@ -205,7 +205,7 @@ def test_an_example_of_the_page_runs_as_it_stands(
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     (tmp_path / "experiment.toml").write_text(TINY + settings, encoding="utf-8")
     results = feddd.run(tmp_path / "experiment.toml", tmp_path / "run", workers=1, wire=True)
-    made = build_world(feddd.load_experiment(tmp_path / "experiment.toml")).build()
+    made = build_world(feddd.load_experiment(tmp_path / "experiment.toml")).build_model()
     whole = sum(tensor.numel() for tensor in made.state_dict().values())
     assert max(results.tables["clients"]["upload_bytes"].to_pylist()) < 0.2 * 4 * whole
 

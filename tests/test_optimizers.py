@@ -297,7 +297,7 @@ def sized(hidden: int = 3, depth: int = 1) -> nn.Module:
 
 def test_a_model_gets_its_arguments_in_the_simulator_and_in_workers(tmp_path):
     mine = experiment(model={"name": "test_optimizers:sized", "arguments": {"hidden": 5}}, rounds=1)
-    assert build_world(mine).build()[1].out_features == 5  # type: ignore[index]
+    assert build_world(mine).build_model()[1].out_features == 5  # type: ignore[index]
     results = run(mine, tmp_path / "run", workers=2)
     assert load_experiment(tmp_path / "run" / "config.toml").model.arguments == {"hidden": 5}
     assert results.tables["rounds"].num_rows

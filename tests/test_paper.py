@@ -26,7 +26,7 @@ from feddd.experiments.results import SCHEMAS, Results
 from feddd.experiments.statistics import difference, estimate, saving
 from feddd.paper import measures, theorem
 from feddd.paper.catalogue import FIGURES, LEARNING_RATES, figure_named
-from feddd.paper.claims import CLAIMS
+from feddd.paper.claims import CLAIMS, DATASETS
 from feddd.paper.motivation import _mixture, loss_by_width
 from feddd.paper.panels import Need, Panel, read_panel
 from feddd.paper.reproduce import Request, draw
@@ -278,9 +278,7 @@ def test_every_preset_of_the_simulator_belongs_to_a_figure() -> None:
 
 def test_every_data_set_has_one_learning_rate() -> None:
     rates: dict[str, set[tuple[float, int, int]]] = {}
-    for name in presets():
-        if name == "quickstart":
-            continue
+    for name in of_the_paper():
         experiment = load_experiment(name)
         training = experiment.training
         rates.setdefault(experiment.data.dataset, set()).add(
@@ -290,8 +288,12 @@ def test_every_data_set_has_one_learning_rate() -> None:
     assert {rate for found in rates.values() for rate, _, _ in found} <= set(LEARNING_RATES)
 
 
+def of_the_paper() -> list[str]:
+    return [name for name in presets() if load_experiment(name).data.dataset in DATASETS]
+
+
 def used_presets() -> list[str]:
-    return [name for name in presets() if name != "quickstart" and not name.startswith("faults-")]
+    return [name for name in of_the_paper() if not name.startswith("faults-")]
 
 
 def test_the_papers_settings_are_in_the_presets() -> None:

@@ -90,7 +90,7 @@ def test_a_regression_is_learnt_and_spoken_of_by_its_metric(tmp_path: Path, caps
     results = feddd.run(parse_experiment(made), tmp_path / "run", workers=1)
     errors = [row["test_metric"] for row in results.rows("rounds", strategy="fedavg")]
     assert errors[-1] < 0.5 < errors[0]
-    assert results.config["training"]["trainer"] == "reference"
+    assert results.config["training"]["trainer"] == "batched"
     assert results.config["task"] == {
         **{"loss": "mse", "metric": "mae", "higher_is_better": False, "evaluate_clients": False}
     }
