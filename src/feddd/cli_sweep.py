@@ -46,7 +46,7 @@ def run_sweep(
 
 
 def _once(axes: Sequence[Any]) -> Sequence[Any]:
-    """A dict would forget an axis that is given twice."""
+    """Return a dict would forget an axis that is given twice."""
     keys = [axis.key for axis in axes]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:

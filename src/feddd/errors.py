@@ -16,7 +16,7 @@ class RunError(RuntimeError):
 
 
 def nearest(given: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A hint for a wrong name: the closest right one, else all of them, or what is said instead of so many."""
+    """Return a hint for a wrong name: the closest right one, else all of them, or what is said instead of so many."""
     names = list(known)
     close = difflib.get_close_matches(given, names, n=1)
     if close:

@@ -23,7 +23,7 @@ _RESERVED = re.compile(
 
 
 def user_cache() -> Path:
-    """Where this package may keep what can be made or fetched again."""
+    """Return where this package may keep what can be made or fetched again."""
     # A relative XDG_CACHE_HOME is to be ignored, says the XDG specification.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "feddd"
@@ -83,7 +83,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """A file's text; OSError if it cannot be read, ValueError if it is no text or longer than MOST_BYTES."""
+    """Return a file's text; OSError if it cannot be read, ValueError if it is no text or longer than MOST_BYTES."""
     content = bytearray()
     with path.open("rb") as file:
         while piece := file.read(2**20):  # piece by piece: a device has no end, and a size asked for is reserved
@@ -94,7 +94,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A TOML document; ValueError for everything that is wrong with it."""
+    """Return a TOML document; ValueError for everything that is wrong with it."""
     try:
         document = tomllib.loads(text)
     except RecursionError:
@@ -104,7 +104,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """A JSON object; ValueError for everything that is wrong with it."""
+    """Return a JSON object; ValueError for everything that is wrong with it."""
     try:
         document = json.loads(text)
     except RecursionError:

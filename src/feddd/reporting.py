@@ -133,7 +133,7 @@ def _summary_table(results: Results, clock: str, targets: Sequence[float]) -> Ta
 
 
 def _not_counted(results: Results) -> str:
-    """One line on the answers that did not count, by kind; nothing if all did."""
+    """Return one line on the answers that did not count, by kind; nothing if all did."""
     kinds: Counter[str] = Counter()
     for line in lines([results]):
         for reason, count in not_counted(line).items():

@@ -42,7 +42,7 @@ def _share(name: str, simulation: Simulation, strategies: Mapping[str, Strategy]
 def _measured(
     simulation: Simulation, strategies: Mapping[str, Strategy], rounds: int, seconds: float | None = None
 ) -> tuple[list[float], float, int]:
-    """The seconds that every round waited for its checkpoint, those of all rounds, and how many were written."""
+    """Return the seconds that every round waited for its checkpoint, those of all rounds, and how many were written."""
     begun, spent, written = time.perf_counter(), [], 0
     # Not in the system's folder for temporary files, which may be memory.
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, Tables(Path(name), seed=0) as tables:

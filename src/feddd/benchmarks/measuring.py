@@ -43,13 +43,13 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is as good as asked; None if nothing was."""
+        """Return whether it is as good as asked; None if nothing was."""
         if self.asked is None:
             return None
         return self.measured >= self.asked if self.limit == "at least" else self.measured <= self.asked
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, for JSON."""
+        """Return all fields, for JSON."""
         return asdict(self) | {"reached": self.reached}
 
 
@@ -67,7 +67,7 @@ class Settings:
 
 
 def make_world(settings: Settings, dataset: str, model: str, clients: int, samples: int) -> World:
-    """Clients with equally many samples of a real data set."""
+    """Return clients with equally many samples of a real data set."""
     document = {
         "data": {"dataset": dataset, "partition": "iid", "train_limit": clients * samples},
         "fleet": {"clients": clients},
@@ -80,7 +80,7 @@ def make_world(settings: Settings, dataset: str, model: str, clients: int, sampl
 def simulated(
     world: World, strategy: Strategy, *, workers: int | None = None, engine: EngineName = "local"
 ) -> Iterator[Step]:
-    """Rounds of our engine, without evaluation; one round to start the workers and two more are done before."""
+    """Run rounds of our engine, without evaluation; one round to start the workers and two more are done before."""
     with Simulation(world, workers=workers, engine=engine) as simulation:
         run = simulation.run(strategy, 10**9, evaluate_every=10**9)
 
@@ -96,7 +96,7 @@ def simulated(
 
 @contextmanager
 def program(python: Path | str, script: Path, *arguments: str) -> Iterator[Step]:
-    """Rounds of another program: it does one for each line it reads, and answers with a line of JSON."""
+    """Run rounds of another program: it does one for each line it reads, and answers with a line of JSON."""
     command = [str(python), str(script), *arguments]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -133,7 +133,7 @@ def program(python: Path | str, script: Path, *arguments: str) -> Iterator[Step]
 
 
 def take_turns(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contestant's rounds; they take turns, so that a busy neighbour hits all."""
+    """Return seconds of every contestant's rounds; they take turns, so that a busy neighbour hits all."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -142,12 +142,12 @@ def take_turns(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """The median of the ratios of neighbouring rounds."""
+    """Return the median of the ratios of neighbouring rounds."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def own_script(name: str) -> Path:
-    """A peer's program, which comes with the package."""
+    """Return a peer's program, which comes with the package."""
     return Path(__file__).parent / "peers" / f"{name}.py"
 
 

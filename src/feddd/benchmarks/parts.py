@@ -91,7 +91,7 @@ def throughput(settings: Settings) -> Iterator[Figure]:
 
 
 def _seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of a few, after some to warm up: memory that was never touched before is slow."""
+    """Return the median of a few, after some to warm up: memory that was never touched before is slow."""
     for _ in range(3):
         work()
     taken = []

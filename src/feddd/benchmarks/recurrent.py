@@ -50,12 +50,12 @@ class NextCharacter(nn.Module):
 
 
 def small() -> nn.Module:
-    """One layer of 128."""
+    """Return one layer of 128."""
     return NextCharacter(128, 1)
 
 
 def large() -> nn.Module:
-    """Two layers of 256, as in LEAF."""
+    """Return two layers of 256, as in LEAF."""
     return NextCharacter(256, 2)
 
 

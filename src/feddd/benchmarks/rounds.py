@@ -89,7 +89,7 @@ def networks(settings: Settings) -> Iterator[Figure]:
 
 
 def busy(settings: Settings) -> Iterator[Figure]:
-    """The same round while another process keeps one core busy."""
+    """Return the same round while another process keeps one core busy."""
     world = make_world(settings, "mnist", "mlp", 100, 600)
     with simulated(world, FedAvg()) as step, _neighbour() as (wake, rest):
 
@@ -106,7 +106,7 @@ def busy(settings: Settings) -> Iterator[Figure]:
 
 
 def overhead(settings: Settings) -> Iterator[Figure]:
-    """A FedDD round, as published and in 4 bits, over a FedAvg round on the same engine."""
+    """Return a FedDD round, as published and in 4 bits, over a FedAvg round on the same engine."""
     for model, dataset, clients, samples in (
         ("mlp", "mnist", 100, 600),
         ("cnn1", "fashion-mnist", 100, 600),
@@ -127,7 +127,7 @@ def overhead(settings: Settings) -> Iterator[Figure]:
 
 
 def profile(settings: Settings) -> Iterator[Figure]:
-    """Where the time of a round of the MLP goes: the workers' by client, the server's by round; medians."""
+    """Return where the time of a round of the MLP goes: the workers' by client, the server's by round; medians."""
     world = make_world(settings, "mnist", "mlp", 100, 600)
     names, rounds = ("FedAvg", "FedDD"), settings.rounds + 3
     with Simulation(world) as one, Simulation(world) as other:
@@ -143,7 +143,7 @@ def profile(settings: Settings) -> Iterator[Figure]:
 
 
 def workers(settings: Settings) -> Iterator[Figure]:
-    """Two workers beside one."""
+    """Measure two workers beside one."""
     world = make_world(settings, "mnist", "mlp", 100, 600)
     with simulated(world, FedDD(), workers=1) as one, simulated(world, FedDD(), workers=2) as two:
         seconds = take_turns({"one": one, "two": two}, settings.rounds)
@@ -151,7 +151,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
 
 
 def ray(settings: Settings) -> Iterator[Figure]:
-    """Two Ray actors on this machine beside two local processes."""
+    """Measure two Ray actors on this machine beside two local processes."""
     world = make_world(settings, "mnist", "mlp", 100, 600)
     with simulated(world, FedDD(), workers=2) as local, simulated(world, FedDD(), workers=2, engine="ray") as actors:
         seconds = take_turns({"local": local, "ray": actors}, settings.rounds)
@@ -171,7 +171,7 @@ def _script(name: str) -> str:
 
 @contextmanager
 def _neighbour() -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """A process that computes for ever, stopped until it is woken."""
+    """Return a process that computes for ever, stopped until it is woken."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.kill(process.pid, signal.SIGSTOP)
     try:

@@ -53,12 +53,12 @@ def run_suite(names: Sequence[str], settings: Settings, begin: Callable[[str], N
 
 
 def number(value: float) -> str:
-    """Three digits; no exponent where people do not expect one."""
+    """Write three digits; no exponent where people do not expect one."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def asked(figure: Figure) -> str:
-    """What was asked for, in words."""
+    """Return what was asked for, in words."""
     return "" if figure.asked is None else f"{figure.limit} {number(figure.asked)} {figure.unit}"
 
 
@@ -80,7 +80,7 @@ def write_results(figures: Sequence[Figure], folder: Path) -> list[Path]:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """A table for documents."""
+    """Return a table for documents."""
     lines = ["| what | measured | asked | reached | |", "|---|---|---|---|---|"]
     for figure in figures:
         measured = f"{number(figure.measured)} {figure.unit}"
@@ -89,7 +89,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 
 
 def picture(figures: Sequence[Figure]) -> Picture:
-    """How far every figure lies on the good side of what was asked; 1 is just reached."""
+    """Return how far every figure lies on the good side of what was asked; 1 is just reached."""
     from matplotlib.figure import Figure as Picture
 
     shown = [figure for figure in figures if figure.asked]
@@ -117,7 +117,7 @@ def picture(figures: Sequence[Figure]) -> Picture:
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it."""
+    """Return the processor's name where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -32,7 +32,7 @@ class Sums:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Both together; the left one's arrays are used up, unless they are read-only."""
+    """Return both together; the left one's arrays are used up, unless they are read-only."""
     spare = left.numerator if left.numerator.flags.writeable else None
     numerator = np.add(left.numerator, right.numerator, out=spare)
     weights = {table.digest: (table, dict(per_layer)) for table, per_layer in left.weights}
@@ -66,12 +66,12 @@ class Aggregator:
 
     @property
     def units(self) -> Units:
-        """The layer table of the global model."""
+        """Return the layer table of the global model."""
         return self._units
 
     @property
     def total_weight(self) -> float:
-        """The weights added so far."""
+        """Return the weights added so far."""
         return self._total
 
     def add(self, values: Params, mask: Mapping[str, Tensor], weight: float) -> None:
@@ -149,7 +149,7 @@ class Aggregator:
         self._total += float(weights.sum())
 
     def sums(self) -> Sums:
-        """What was counted so far; the arrays are those of the aggregator, not copies."""
+        """Return what was counted so far; the arrays are those of the aggregator, not copies."""
         weights = tuple(
             (table, {name: values.numpy() for name, values in self._weights[digest].items()})
             for digest, table in self._tables.items()
@@ -178,7 +178,7 @@ class Aggregator:
         self._total += other.total_weight
 
     def result(self) -> dict[str, Tensor]:
-        """The new global values; what nobody sent, and every integer tensor, keeps its previous value."""
+        """Return the new global values; what nobody sent, and every integer tensor, keeps its previous value."""
         new = {name: tensor.detach().clone() for name, tensor in self._previous.items()}
         for layer in self._units.layers:
             for slot in layer.slots:
@@ -193,7 +193,7 @@ class Aggregator:
         return new | {alias: new[name] for alias, name in self._units.aliases if alias in new}
 
     def _element_weights(self, layer: str, slot: Slot) -> Tensor:
-        """The weight behind every element, in the shape of the slot's rows or one that broadcasts to it."""
+        """Return the weight behind every element, in the shape of the slot's rows or one that broadcasts to it."""
         weights = torch.zeros((1,) * slot.rows(self._views[slot.name]).dim(), dtype=torch.float64)
         for number, (digest, table) in enumerate(self._tables.items()):
             own = next(x for x in table.slots if x.name == slot.name)
@@ -237,6 +237,6 @@ def _check_nested(narrow: Units, wide: Units) -> None:
 
 
 def _views(flat: Tensor, table: Units) -> dict[str, Tensor]:
-    """The parts of one vector, shaped as the tensors of the table."""
+    """Return the parts of one vector, shaped as the tensors of the table."""
     parts = torch.split(flat, [slot.elements for slot in table.slots])
     return {slot.name: part.view(slot.shape) for slot, part in zip(table.slots, parts, strict=True)}

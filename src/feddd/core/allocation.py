@@ -60,7 +60,7 @@ def allocate(
     penalty: float,
     solver: str = "exact",
 ) -> Allocation:
-    """The rates that minimise T + δ Σ re_n D_n at budget A.
+    """Return the rates that minimise T + δ Σ re_n D_n at budget A.
 
     upload_bits: U_n    seconds_per_bit: 1/r_up + 1/r_down    compute_seconds: t_cmp    contribution: re_n    all [N]
     penalty: the raw δ, in seconds    solver: "exact", or "highs" for the reference
@@ -160,7 +160,7 @@ class _Sorted:
 
     @cached_property
     def finish(self) -> Floats:
-        """When each client would end with its full model."""
+        """Return when each client would end with its full model."""
         return self.compute + self.seconds
 
     @cached_property
@@ -197,7 +197,7 @@ class _Sorted:
         return least
 
     def shortest_round_seconds(self) -> float:
-        """The least T at which the least rates fit both D_max and the budget."""
+        """Return the least T at which the least rates fit both D_max and the budget."""
         bound = float((self.compute + self.seconds * (1.0 - self.max_dropout)).max())
         # Σ max(0, U_n − (T − t_n)/s_n) = dropped bits; the clients with the latest full-model time come first.
         late = np.argsort(-self.finish)
@@ -210,7 +210,7 @@ class _Sorted:
         return max(bound, excess / float(speeds[count - 1]))
 
     def best_round_seconds(self) -> float:
-        """The T of the optimum; of several the largest, which loses the least contribution."""
+        """Return the T of the optimum; of several the largest, which loses the least contribution."""
         best = self.shortest_round_seconds()
         index = np.flatnonzero(self.finish > best)
         late = _Late(index, self.price[index], self.speed[index], self.finish[index])
@@ -230,7 +230,7 @@ class _Sorted:
         return best
 
     def _best_inside(self, start: float, end: float, late: _Late) -> float:
-        """The best T of [start, end], in which no least rate reaches zero.
+        """Return the best T of [start, end], in which no least rate reaches zero.
 
         While a client of price p fills up (cheaper ones are at D_max, dearer ones at their least rate), a longer
         round lets the dearer ones drop less and this one more: the objective's slope is 1 − Σ (price_i − p)/s_i
@@ -268,7 +268,7 @@ def _sum_from(values: Floats) -> Floats:
 
 
 def _solve_with_highs(problem: _Problem) -> Floats:
-    """The same programme in a general solver; the last variable is T."""
+    """Return the same programme in a general solver; the last variable is T."""
     count = len(problem.bits)
     seconds = problem.bits * problem.seconds_per_bit
     # Only the reference needs SciPy, which takes a while to import.

@@ -35,7 +35,7 @@ def largest_learning_rate(smoothness: float, epsilon: float) -> float:
 
 
 def descent(learning_rate: float, smoothness: float, epsilon: float, form: Form = "printed") -> float:
-    """The bound's denominator, −2(A + B) of the proof; Theorem 2 says something only while it is positive.
+    """Return the bound's denominator, −2(A + B) of the proof; Theorem 2 says something only while it is positive.
 
     A = −η + (L/2)η² + (L/2)εη²    B = 2(ε + 1)εη², corrected: times (L/2)(1 + η²L²)
     """

@@ -33,5 +33,5 @@ def shannon_bits_per_s(
 def round_seconds(
     download_seconds: NDArray[np.float64], compute_seconds: NDArray[np.float64], upload_seconds: NDArray[np.float64]
 ) -> float:
-    """A synchronous round lasts as long as its slowest client (Eq. 11)."""
+    """Return a synchronous round lasts as long as its slowest client (Eq. 11)."""
     return float((download_seconds + compute_seconds + upload_seconds).max())

@@ -51,7 +51,7 @@ def select(
     units: Units | None = None,
     always_send: Collection[str] = (),
 ) -> Mask:
-    """The units to upload at dropout rate D: in every layer the n_up best by `selector`, ties by unit index.
+    """Return the units to upload at dropout rate D: in every layer the n_up best by `selector`, ties by unit index.
 
     before, after: the client's parameters W and Ŵ    rng: for "random"    selector: a name, or a `Score` of one's own
     coverage: CR(k) per layer, [units]; importance is divided by it (Eq. 21), the other rules do not know it
@@ -290,12 +290,12 @@ def _best(scores: Floats, counts: Sequence[int], layer: Layer) -> NDArray[np.boo
 
 
 def _rows(layer: Layer, params: Params) -> list[Tensor]:
-    """The trained tensors of a layer, [clients, units, numbers of a unit] each."""
+    """Return the trained tensors of a layer, [clients, units, numbers of a unit] each."""
     return [slot.stacked_rows(params[slot.name]) for slot in layer.slots if not slot.buffer]
 
 
 def _blocks(clients: int, units: int, numbers: int) -> Iterator[tuple[slice, slice]]:
-    """Some clients with all their units, or some units of one client, at most BLOCK numbers if a unit allows."""
+    """Return some clients with all their units, or some units of one client, at most BLOCK numbers if a unit allows."""
     together = max(1, BLOCK // (units * numbers))
     rows = units if together > 1 else max(1, BLOCK // numbers)
     for client in range(0, clients, together):

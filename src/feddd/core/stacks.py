@@ -11,7 +11,7 @@ from feddd.core.units import Params, Units
 
 
 def stack_of_one(params: Params, units: Units) -> dict[str, Tensor]:
-    """One client's model as a stack; views."""
+    """Return one client's model as a stack; views."""
     return {slot.name: params[slot.name].detach().unsqueeze(0) for slot in units.slots}
 
 
@@ -56,6 +56,6 @@ def _clients(masks: Mapping[str, Tensor]) -> int:
 
 
 def _chosen(mask: Tensor) -> tuple[list[int], Tensor]:
-    """How many units of each client, and which of all clients' units in one row."""
+    """Return how many units of each client, and which of all clients' units in one row."""
     flags = mask.numpy()
     return flags.sum(1).tolist(), torch.from_numpy(flags.ravel().nonzero()[0])

@@ -15,14 +15,14 @@ from feddd.core.units import Params, Units
 
 
 def prefix(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first entries along every axis; a view."""
+    """Return the first entries along every axis; a view."""
     if len(shape) != rows.dim() or any(have < want for have, want in zip(rows.shape, shape, strict=True)):
         raise ValueError(f"a tensor of shape {tuple(shape)} is no prefix of one of shape {tuple(rows.shape)}")
     return rows[tuple(slice(0, size) for size in shape)]
 
 
 def slice_model(params: Params, wide: Units, narrow: Units) -> dict[str, Tensor]:
-    """The sub-model with layer table `narrow` of the global values `params`; copies, contiguous."""
+    """Return the sub-model with layer table `narrow` of the global values `params`; copies, contiguous."""
     result = {}
     for slot, own in zip(wide.slots, narrow.slots, strict=True):
         target = torch.empty(own.shape, dtype=params[slot.name].dtype)
@@ -47,5 +47,5 @@ def coverage(wide: Units, clients: Sequence[Units]) -> dict[str, Tensor]:
 
 
 def narrow_coverage(share: Mapping[str, Tensor], narrow: Units) -> dict[str, Tensor]:
-    """The coverage of the units that a sub-model has."""
+    """Return the coverage of the units that a sub-model has."""
     return {layer.name: share[layer.name][: layer.units] for layer in narrow.layers}

@@ -46,17 +46,17 @@ class Slot:
 
     @property
     def units(self) -> int:
-        """How many units the tensor holds."""
+        """Return how many units the tensor holds."""
         return self.shape[self.axis] * self.groups // (self.blocks * self.span)
 
     @property
     def elements(self) -> int:
-        """How many numbers the tensor holds."""
+        """Return how many numbers the tensor holds."""
         return torch.Size(self.shape).numel()
 
     @property
     def lead(self) -> int:
-        """How many leading axes of `rows` count units (two for grouped transposed convolutions, else one)."""
+        """Return how many leading axes of `rows` count units (two for grouped transposed convolutions, else one)."""
         return 2 if self.groups > 1 else 1
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Slot:
 
     @property
     def plain(self) -> bool:
-        """Whether a unit's numbers lie together, one unit after the other."""
+        """Return whether a unit's numbers lie together, one unit after the other."""
         return self.axis == 0 and self.blocks == 1 and self.groups == 1
 
     def stacked_rows(self, stack: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Slot:
         return torch.stack([self.rows(one).reshape(self.units, -1) for one in stack])
 
     def tensors(self, rows: Tensor) -> Tensor:
-        """The inverse of `stacked_rows`; if plain, a view."""
+        """Return the inverse of `stacked_rows`; if plain, a view."""
         if self.plain:
             return rows.view(len(rows), *self.shape)
         stack = rows.new_empty(len(rows), *self.shape)
@@ -95,7 +95,7 @@ class Slot:
         return stack
 
     def index(self, mask: Tensor) -> Tensor:
-        """The layer's mask [units] in the shape of this tensor's leading unit axes."""
+        """Return the layer's mask [units] in the shape of this tensor's leading unit axes."""
         return mask.reshape(self.groups, -1) if self.groups > 1 else mask
 
 
@@ -109,12 +109,12 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """How many numbers the layer holds."""
+        """Return how many numbers the layer holds."""
         return sum(slot.elements for slot in self.slots)
 
     @property
     def unit_elements(self) -> int:
-        """How many numbers belong to one unit."""
+        """Return how many numbers belong to one unit."""
         return self.elements // self.units
 
     def joined(self, count: int) -> Layer:
@@ -155,7 +155,7 @@ class Units:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Every tensor of the table once, in wire order: layer by layer, then the fixed ones."""
+        """Return every tensor of the table once, in wire order: layer by layer, then the fixed ones."""
         return (*(slot for layer in self.layers for slot in layer.slots), *self.fixed)
 
     @cached_property
@@ -165,16 +165,16 @@ class Units:
 
     @cached_property
     def droppable_elements(self) -> int:
-        """Numbers that a mask can leave out."""
+        """Return numbers that a mask can leave out."""
         return sum(layer.elements for layer in self.layers)
 
     @cached_property
     def elements(self) -> int:
-        """Numbers in the whole model, tied ones once."""
+        """Return numbers in the whole model, tied ones once."""
         return self.droppable_elements + len(self.fixed)
 
     def full_mask(self) -> Mask:
-        """Every unit kept."""
+        """Return every unit kept."""
         return {layer.name: torch.ones(layer.units, dtype=torch.bool) for layer in self.layers}
 
     def check_mask(self, mask: Mapping[str, Tensor]) -> None:
@@ -190,14 +190,14 @@ class Units:
                 )
 
     def kept_elements(self, mask: Mapping[str, Tensor]) -> int:
-        """Numbers that a payload with this mask carries, the fixed ones included."""
+        """Return numbers that a payload with this mask carries, the fixed ones included."""
         kept = sum(layer.unit_elements * int(mask[layer.name].sum()) for layer in self.layers)
         return kept + len(self.fixed)
 
     def take(
         self, params: Params, mask: Mapping[str, Tensor], *, fixed: bool = True, out: Tensor | None = None
     ) -> Tensor:
-        """The masked units' values as one float32 vector, contiguous per tensor, in wire order.
+        """Return the masked units' values as one float32 vector, contiguous per tensor, in wire order.
 
         out: a vector to write them to, instead of a new one
         """
@@ -277,7 +277,7 @@ class Units:
 
 
 def units(model: nn.Module | Params) -> Units:
-    """The layer table of a module; for a bare state_dict, tensors grouped by name prefix, units along axis 0.
+    """Return the layer table of a module; for a bare state_dict, tensors grouped by name prefix, units along axis 0.
 
     A module's frozen parameters (requires_grad=False) are left out; a bare state_dict cannot tell them, and has all.
     """
@@ -285,7 +285,7 @@ def units(model: nn.Module | Params) -> Units:
 
 
 def units_for(params: Params, given: Units | None) -> Units:
-    """The table a caller gave, fitted to these tensors, or the one their names suggest."""
+    """Return the table a caller gave, fitted to these tensors, or the one their names suggest."""
     return _units_of_tensors(params) if given is None else given.fit(params)
 
 
@@ -362,7 +362,7 @@ def _carried(name: str, tensor: Tensor) -> bool:
 
 
 def _slot(module: nn.Module, local: str, plain: Slot) -> Slot:
-    """Where the output axis of this module's tensor lies; axis 0 unless the module keeps it elsewhere."""
+    """Return where the output axis of this module's tensor lies; axis 0 unless the module keeps it elsewhere."""
     if isinstance(module, nn.modules.conv._ConvTransposeNd) and local == "weight":
         return dataclasses.replace(plain, axis=1, groups=module.groups)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and local == "weight":

@@ -65,7 +65,7 @@ class Checkpoints:
         self.written = 0
 
     def find(self, like: Mapping[str, Tensor]) -> tuple[Snapshot | None, list[Rows]]:
-        """The latest one that is whole, and the rows up to it; OtherFormat if this version cannot read it.
+        """Return the latest one that is whole, and the rows up to it; OtherFormat if this version cannot read it.
 
         like: the strategy's model
         """
@@ -122,7 +122,7 @@ class Checkpoints:
             write_atomically(self._last / latest.name, latest.read_bytes())
 
     def _final(self, simulation: Simulation, record: RoundRecord) -> bytes | None:
-        """The checkpoint after the last round; None if it cannot be saved or would be too large."""
+        """Return the checkpoint after the last round; None if it cannot be saved or would be too large."""
         if not self._possible:
             return None
         try:
@@ -146,11 +146,11 @@ class Checkpoints:
         return cost_seconds / SHARE if self._seconds is None else self._seconds
 
     def _guess(self, simulation: Simulation, record: RoundRecord) -> float:
-        """What a dear one takes: as long as the last one, the first by its size."""
+        """Return what a dear one takes: as long as the last one, the first by its size."""
         return self._dear_seconds or self._kept_bytes(simulation, record) / BYTES_PER_S
 
     def _kept_bytes(self, simulation: Simulation, record: RoundRecord) -> float:
-        """About how much the clients keep for themselves."""
+        """Return about how much the clients keep for themselves."""
         bits = simulation.fleet.droppable_bits
         kept = sum((1.0 - row.upload.kept_share) * bits[row.upload.client] for row in record.clients)
         return float(kept) / 8.0
@@ -199,7 +199,7 @@ def _saved(tensors: dict[str, Tensor], document: Mapping[str, Any], position: Po
 
 
 def _name(place: int, number: int, content: bytes) -> str:
-    """A checkpoint's name says what it holds: which strategy, after which round, and the digest of it all."""
+    """Return a checkpoint's name says what it holds: which strategy, after which round, and the digest of it all."""
     return f"{place}-{number}-{hashlib.sha256(content).hexdigest()[:32]}.safetensors"
 
 
@@ -209,13 +209,13 @@ def _round(path: Path) -> int:
 
 
 def _load(path: Path, like: Mapping[str, Tensor]) -> tuple[Snapshot, Position]:
-    """A checkpoint, and where its rows end."""
+    """Return a checkpoint, and where its rows end."""
     tensors, document = _read(path)
     return unpack_snapshot(tensors, document, like), Position(*document["journal"])
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The parts of a checkpoint whose content is what its name says."""
+    """Return the parts of a checkpoint whose content is what its name says."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest()[:32] != path.stem.split("-")[-1]:
         raise ValueError("it is damaged")

@@ -68,7 +68,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path, schema: Any) -> Any:
-    """The table with exactly these columns; ValueError, OSError or ArrowException if it is not one of ours."""
+    """Return the table with exactly these columns; ValueError, OSError or ArrowException if it is not one of ours."""
     texts = [field.name for field in schema if field.type == pa.string()]
     try:
         # Texts as a dictionary: one long text a million times over stays one until its length is known.
@@ -93,7 +93,7 @@ def _without_metric(schema: Any) -> Any:
 
 
 def read_names(path: Path, key: str) -> tuple[str, ...]:
-    """The names that a run's data.json has under a key; none where it has none that can be shown."""
+    """Return the names that a run's data.json has under a key; none where it has none that can be shown."""
     try:
         found = parse_json(read_text(path)).get(key, []) if path.is_file() else []
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def read_names(path: Path, key: str) -> tuple[str, ...]:
 
 
 def _bounded(file: Any, schema: Any, path: Path) -> Iterator[Any]:
-    """The rows that the file announces, which may not be too many for its size, a batch at a time."""
+    """Return the rows that the file announces, which may not be too many for its size, a batch at a time."""
     # No more is asked of what a file says about itself: pyarrow ends the process over some lies there.
     announced, size, seen = file.metadata.num_rows, path.stat().st_size, 0
     if announced > ROWS_BESIDES + ROWS_PER_BYTE * size:

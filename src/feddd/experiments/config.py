@@ -131,7 +131,7 @@ class ModelSection(Section):
 
     @property
     def network(self) -> str:
-        """What `world.models.build` is asked for."""
+        """Return what `world.models.build` is asked for."""
         return self.name + (SOFTMAX if self.output else "")
 
 
@@ -214,7 +214,7 @@ class FaultsSection(Section):
         return self
 
     def build(self) -> Faults:
-        """The settings for the simulator."""
+        """Return the settings for the simulator."""
         return Faults(**self.model_dump())
 
 
@@ -255,11 +255,11 @@ class StrategySection(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The method's own keys, and `local` and `server` if it has them."""
+        """Return the method's own keys, and `local` and `server` if it has them."""
         return dict(self.model_extra or {})
 
     def build(self) -> Strategy:
-        """The strategy object."""
+        """Return the strategy object."""
         options = self.options
         rules = tuple(construct_rule(given) for given in options.pop("local", ()))
         server = options.pop("server", None)
@@ -306,7 +306,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _all_owners_are_clients(cls, given: Any) -> Any:
-        """A fleet whose size is not given has as many clients as a natural partition has owners."""
+        """Give a fleet whose size is not given as many clients as a natural partition has owners."""
         data, fleet = (given.get(key, {}) for key in ("data", "fleet")) if isinstance(given, dict) else (None, None)
         if not isinstance(data, dict) or not isinstance(fleet, dict) or data.get("partition") != "natural":
             return given
@@ -321,7 +321,7 @@ class Experiment(Section):
     @field_validator("task")
     @classmethod
     def _only_what_is_different(cls, value: TaskSection | None) -> TaskSection | None:
-        """An experiment that says what is the default says nothing: it is the same as one that does not."""
+        """Return an experiment that says what is the default says nothing: it is the same as one that does not."""
         return None if value == TaskSection.model_validate({}) else value
 
     @model_validator(mode="after")
@@ -344,12 +344,12 @@ class Experiment(Section):
 
     @property
     def objective(self) -> Objective:
-        """The loss and the metric."""
+        """Return the loss and the metric."""
         return self.task.build() if self.task else Objective()
 
     @property
     def import_paths(self) -> list[str]:
-        """The package.module:function that it names."""
+        """Return the package.module:function that it names."""
         names = [self.model.name, self.model.units or "", self.data.dataset, self.data.partition]
         names += [self.objective.loss, self.objective.metric, self.training.optimizer]
         for section in self.strategy:
@@ -360,7 +360,7 @@ class Experiment(Section):
         return [name for name in names if ":" in name]
 
     def to_toml(self) -> str:
-        """The resolved experiment; reading it back gives an equal value."""
+        """Return the resolved experiment; reading it back gives an equal value."""
         return tomli_w.dumps(_without_none(self.model_dump()))
 
 

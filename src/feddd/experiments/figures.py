@@ -62,7 +62,7 @@ def accuracy_figure(results: Sequence[Results], abscissa: Abscissa = "rounds") -
 
 
 def draw_accuracy(axes: Axes, shown: Sequence[Line], abscissa: Abscissa) -> bool:
-    """The curves of these lines; whether there was anything to draw."""
+    """Return the curves of these lines; whether there was anything to draw."""
     drawn = [(line, found) for line in shown if (found := curve(line)).rounds]
     seconds, time_name = time_unit(max((found.seconds[-1] for _, found in drawn), default=0))
     amount, byte_name = byte_unit(max((found.bytes[-1] for _, found in drawn), default=0))
@@ -154,7 +154,7 @@ def dropout_figure(results: Sequence[Results]) -> Figure:
 
 
 def straggler_figure(results: Sequence[Results], round_number: int | None = None) -> Figure:
-    """One round (the last, if not told) client by client: download, compute, upload; the slowest is marked."""
+    """Return one round (the last, if not told) client by client: download, compute, upload; the slowest is marked."""
     panels = []
     for line in lines(results):
         rounds = [round_number] if round_number is not None else client_rounds(line.runs[0], line.strategy)[-1:]
@@ -217,7 +217,7 @@ def _mark_slowest(axes: Axes, name: str, slowest: Timeline, scale: float) -> Non
 
 
 def partition_figure(results: Sequence[Results]) -> Figure:
-    """Samples of each label at each client: one panel per experiment (its first run)."""
+    """Draw the samples of each label at each client: one panel per experiment (its first run)."""
     firsts = {line.runs[0].path: line.runs[0] for line in lines(results)}
     found = [(run, partition_matrix(run)) for run in firsts.values()]
     panels = [(run, matrix) for run, matrix in found if matrix is not None]
@@ -239,7 +239,7 @@ def partition_figure(results: Sequence[Results]) -> Figure:
 
 
 def classes_figure(results: Sequence[Results]) -> Figure:
-    """Accuracy per class after the last round known; whiskers from lowest to highest of several runs."""
+    """Return accuracy per class after the last round known; whiskers from lowest to highest of several runs."""
     shown = lines(results)
     labels = {label for line in shown for label in class_accuracies(line)}
     figure = Figure(figsize=(max(7.2, 0.2 * len(labels) * len(shown)), 4.2), layout="constrained")
@@ -276,7 +276,7 @@ def draw_classes(axes: Axes, shown: Sequence[Line]) -> bool:
 
 
 def draw_figures(results: Sequence[Results]) -> dict[str, Figure]:
-    """Every picture, by the name of its file."""
+    """Return every picture, by the name of its file."""
     return {
         "accuracy-rounds": accuracy_figure(results, "rounds"),
         "accuracy-time": accuracy_figure(results, "time"),

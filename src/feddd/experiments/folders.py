@@ -96,7 +96,7 @@ def create_folder(
 
 
 def free_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
-    """The folder for a new run; one that holds something is refused."""
+    """Return the folder for a new run; one that holds something is refused."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(out) if out is not None else Path("runs") / portable_name(f"{experiment.name}-{stamp}")
     try:
@@ -114,7 +114,7 @@ def _taken(folder: Path) -> InputError:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Nothing in it but what a run leaves that was killed before it had written its config."""
+    """Return whether nothing is in it but what a run leaves that was killed before it had written its config."""
     inner = {path.name for path in (folder / CHECKPOINTS).glob("*")}
     # Without the run's own folder beside it a fleet's file is somebody else's.
     ours = rf"|\.?{re.escape(FLEET_FILE)}(\.\w{{8}})?" if IDENTITY in inner else ""
@@ -123,7 +123,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def new_folder(experiment: Experiment, out: str | os.PathLike[str] | None) -> Path:
-    """A folder that holds nothing yet; anything that does is refused."""
+    """Return a folder that holds nothing yet; anything that does is refused."""
     folder = free_folder(experiment, out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,13 +166,13 @@ def environment(seed: int) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and those that numbers depend on."""
+    """Return the versions of this package and those that numbers depend on."""
     return {name: metadata.version(name) for name in ("feddd", "torch", "numpy", "scipy", "pyarrow")}
 
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the checkout that this package runs from; None for an installed package."""
+    """Return the commit of the checkout that this package runs from; None for an installed package."""
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "rev-parse", "HEAD"]
     try:
@@ -210,7 +210,7 @@ def keep_identity(folder: Path) -> None:
 
 
 def model_file(folder: Path, experiment: Experiment, label: str) -> Path:
-    """Where a strategy's final model is; it is there when the strategy is finished."""
+    """Return where a strategy's final model is; it is there when the strategy is finished."""
     names = distinct_names(section.label for section in experiment.strategy)
     return folder / f"model-{names[label]}.safetensors"
 
@@ -227,7 +227,7 @@ def write_model(path: Path, model: Mapping[str, Tensor]) -> None:
 
 
 def to_json(document: Any) -> str:
-    """A document for people and programs; NaN and infinity are refused."""
+    """Return a document for people and programs; NaN and infinity are refused."""
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 

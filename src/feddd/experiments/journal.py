@@ -57,7 +57,7 @@ class Journal:
 
 
 def read_journal(path: Path, position: Position) -> list[Rows]:
-    """The rows before a position; ValueError if they are not what was written."""
+    """Return the rows before a position; ValueError if they are not what was written."""
     content = path.read_bytes()[: position.length] if path.is_file() else b""
     if len(content) < position.length or hashlib.sha256(content).hexdigest() != position.sha256:
         raise ValueError(f"{path.name} is damaged")

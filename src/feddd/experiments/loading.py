@@ -21,7 +21,7 @@ from feddd.world.sources import is_path_of_data
 def load_experiment(
     path_or_name: str | os.PathLike[str], overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
 ) -> Experiment:
-    """An experiment from a TOML file or a preset's name.
+    """Return an experiment from a TOML file or a preset's name.
 
     overrides: "dotted.key=value" with the value in TOML syntax    base: values that win over everything (seed, rounds)
     """
@@ -117,7 +117,7 @@ def _strategy_table(document: dict[str, Any], parts: list[str], option: str) -> 
 
 
 def toml_value(text: str, option: str) -> Any:
-    """A value in TOML syntax; a bare word is a string. option: what errors name."""
+    """Return a value in TOML syntax; a bare word is a string. option: what errors name."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:

@@ -60,7 +60,7 @@ IMPORT_PATH = "package.module:function"
 
 
 def explain(error: ValidationError, document: Mapping[str, Any], sections: type[BaseModel]) -> str:
-    """The first problem as "key: what is wrong"; an unknown key with the nearest known one."""
+    """Return the first problem as "key: what is wrong"; an unknown key with the nearest known one."""
     problems = error.errors()
     # A value that may be of several types has a problem with each: the most specific one helps most.
     problem = max((p for p in problems if p["loc"][:1] == problems[0]["loc"][:1]), key=lambda p: len(p["loc"]))

@@ -19,7 +19,7 @@ CURVE_POINTS = 9
 def plan_fleet(
     path: Path, *, budget: float, max_dropout: float, penalty: float, model_bits: float | None = None
 ) -> dict[str, Any]:
-    """The allocation for a fleet file, per client and in all, and the curve over feasible budgets.
+    """Return the allocation for a fleet file, per client and in all, and the curve over feasible budgets.
 
     Facts that the file does not have are taken as equal for all: one sample, full label coverage, loss 1.
     """

@@ -40,14 +40,14 @@ def check_format(path: Path) -> None:
 
 
 def plain_axes(figure: Figure) -> Axes:
-    """The only axes of a figure, without a frame on top and right."""
+    """Return the only axes of a figure, without a frame on top and right."""
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
 
 def panel_grid(count: int, width: float, height: float, columns: int | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, each of this size in inches."""
+    """Return a figure with so many panels, each of this size in inches."""
     columns = columns or min(max(count, 1), 1 if width > 6 else 3 if count in (3, 5, 6, 9) else 2)
     rows = -(-max(count, 1) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -58,7 +58,7 @@ def panel_grid(count: int, width: float, height: float, columns: int | None = No
 
 
 def stroke(line: Line, count: int) -> dict[str, Any]:
-    """How a line of so many points is drawn."""
+    """Return how a line of so many points is drawn."""
     # Markers start at different points, so that lines on top of each other can be told apart.
     every = max(1, count // 8)
     return look(line.index) | {"markevery": (line.index % every, every), "markersize": 5, "linewidth": 1.7}
@@ -94,7 +94,7 @@ def upright(axes: Axes, x: float, text: str, colour: str) -> None:
 
 
 def line_title(line: Line) -> str:
-    """A line's label, and its seed where it has several runs."""
+    """Return a line's label, and its seed where it has several runs."""
     return plain_text(line.label) + (f", seed {line.runs[0].config['seed']}" if len(line.runs) > 1 else "")
 
 
@@ -105,6 +105,6 @@ def whole_numbers(axes: Axes) -> None:
 
 
 def plain_text(label: str) -> str:
-    """A label as it is: no formula between dollars, and not hidden from legends by a leading underscore."""
+    """Return a label as it is: no formula between dollars, and not hidden from legends by a leading underscore."""
     escaped = label.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped

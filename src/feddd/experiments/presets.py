@@ -32,12 +32,12 @@ class Preset:
 
     @property
     def ending(self) -> str:
-        """What the name adds to its stem, such as "budgets"; empty if the name does not begin with it."""
+        """Return what the name adds to its stem, such as "budgets"; empty if the name does not begin with it."""
         return self.name.removeprefix(f"{self.stem}-") if self.name.startswith(f"{self.stem}-") else ""
 
     @functools.cached_property
     def toml(self) -> str:
-        """The experiment written out in full, as a file that `feddd run` takes."""
+        """Return the experiment written out in full, as a file that `feddd run` takes."""
         tables = {key: value for key, value in self.document.items() if isinstance(value, dict)}
         blocks = [f"# {self.about}\n{_lines(_without(self.document, *tables, 'strategy'))}"]
         blocks += [f"[{key}]\n{_lines(table)}" for key, table in tables.items()]
@@ -49,7 +49,7 @@ class Preset:
 
 @functools.cache
 def presets() -> Mapping[str, Preset]:
-    """Every preset by name, in the order of the table of contents."""
+    """Return every preset by name, in the order of the table of contents."""
     found = [
         _compose(family, world, partition)
         for family, facts in _book()["family"].items()
@@ -60,7 +60,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def partitions() -> dict[str, str]:
-    """What the partitions in the names of presets mean."""
+    """Return what the partitions in the names of presets mean."""
     return {name: partition["about"] for name, partition in _book()["partition"].items()}
 
 

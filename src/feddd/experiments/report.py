@@ -62,7 +62,7 @@ def write_report(
 
 
 def render(results: Sequence[Results], refresh_seconds: int | None = None, addition: Addition | None = None) -> str:
-    """The page as text; the same tables give the same text."""
+    """Return the page as text; the same tables give the same text."""
     from plotly.offline import get_plotlyjs
 
     shown = lines(results)
@@ -89,12 +89,12 @@ def render(results: Sequence[Results], refresh_seconds: int | None = None, addit
 
 
 def _together(text: str) -> str:
-    """A number does not lose its sign at the end of a line."""
+    """Return a number does not lose its sign at the end of a line."""
     return text.replace(" ×", "&nbsp;×").replace(" %", "&nbsp;%")
 
 
 def facts(results: Sequence[Results]) -> list[str]:
-    """What was run, in a few words each."""
+    """Return what was run, in a few words each."""
     found: dict[str, None] = {}
     for _, runs in experiments(results):
         config = runs[0].config
@@ -112,7 +112,7 @@ def facts(results: Sequence[Results]) -> list[str]:
 
 
 def sentences(results: Sequence[Results]) -> list[str]:
-    """The outcome in plain words: for every experiment the comparison with FedAvg, then the final accuracies."""
+    """Return the outcome in plain words: for every experiment the comparison with FedAvg, then the final accuracies."""
     said = []
     groups = experiments(results)
     shown = lines(results)
@@ -125,7 +125,7 @@ def sentences(results: Sequence[Results]) -> list[str]:
 
 
 def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
-    """The highest target that FedAvg and another strategy reached in every run, and what it cost the others."""
+    """Return the highest target that FedAvg and another strategy reached in every run, and what it cost the others."""
     reference = next((line for line in shown if line.strategy == line.reference), None)
     if reference is None:
         return "There is no FedAvg in this experiment to compare with."
@@ -153,7 +153,7 @@ def _comparison(shown: Sequence[Line], goals: Sequence[float]) -> str:
 
 
 def _goal(line: Line, goal: float) -> str:
-    """A target as a sentence has it; an accuracy needs no name beside its percent."""
+    """Return a target as a sentence has it; an accuracy needs no name beside its percent."""
     return (
         line.metric.show_target(goal) if line.metric.percent else f"{line.metric.name} {line.metric.show_target(goal)}"
     )
@@ -250,7 +250,7 @@ def _not_counted_table(shown: Sequence[Line]) -> str:
 
 
 def _spread(values: Iterable[float | None], show: Any) -> str:
-    """The mean of what is known, and from–to where runs differ."""
+    """Return the mean of what is known, and from–to where runs differ."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
@@ -263,7 +263,7 @@ def _key(line: Line) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Return a table of cells that are HTML already."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows

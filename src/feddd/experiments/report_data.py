@@ -34,7 +34,7 @@ _MOST_LETTERS = 40
 
 
 def page_data(results: Sequence[Results]) -> dict[str, Any]:
-    """What the interactive pictures draw."""
+    """Return what the interactive pictures draw."""
     shown = lines(results)
     curves = [(line, curve(line)) for line in shown]
     seconds, time_name = time_unit(max((found.seconds[-1] for _, found in curves if found.seconds), default=0))
@@ -115,7 +115,7 @@ def _run_label(line: Line, run: Results) -> str:
 
 
 def _names(run: Results) -> Callable[[int], str | int]:
-    """How pictures call a run's clients: a long name would leave no room for them."""
+    """Return how pictures call a run's clients: a long name would leave no room for them."""
 
     def name(client: int) -> str | int:
         full = run.client_name(client)
@@ -152,7 +152,7 @@ def _rounds(line: Line, run: Results, runs: int) -> list[dict[str, Any]]:
 
 
 def _class_names(run: Results, matrix: Matrix) -> Callable[[int], str | int]:
-    """How pictures call the classes; where there are none, all samples are in one row."""
+    """Return how pictures call the classes; where there are none, all samples are in one row."""
     if len(matrix.rows) == 1 and not run.classes:
         return lambda _: "all"
     return (lambda label: run.class_name(label)[:_MOST_LETTERS]) if run.classes else int
@@ -168,5 +168,5 @@ def _classes(run: Results, accuracies: Mapping[int, Sequence[float]]) -> dict[st
 
 
 def _short(values: Iterable[float]) -> list[float | None]:
-    """Numbers as JSON wants them: five digits are more than a screen shows, and NaN is null."""
+    """Return numbers as JSON wants them: five digits are more than a screen shows, and NaN is null."""
     return [None if math.isnan(value) else float(f"{value:.5g}") for value in values]

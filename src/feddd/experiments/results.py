@@ -102,29 +102,29 @@ class Results:
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, where the data has them."""
+        """Return the names of the classes, where the data has them."""
         return read_names(self.path / DATA_FILE, "classes")
 
     @property
     def metric(self) -> Metric:
-        """What the global model is tested by."""
+        """Return what the global model is tested by."""
         return metric_of(self.config)
 
     @property
     def labels(self) -> list[str]:
-        """The strategies' labels, in the order of the config."""
+        """Return the strategies' labels, in the order of the config."""
         return [strategy["label"] for strategy in self.config["strategy"]]
 
     def client_name(self, client: int) -> str:
-        """What a client is called: as in the fleet's file, else by its number."""
+        """Return what a client is called: as in the fleet's file, else by its number."""
         return self.clients[client] if 0 <= client < len(self.clients) else str(client)
 
     def class_name(self, label: int) -> str:
-        """What a class is called: as in the data, else by its number."""
+        """Return what a class is called: as in the data, else by its number."""
         return self.classes[label] if 0 <= label < len(self.classes) else str(label)
 
     def rows(self, table: str, **equal: object) -> list[dict[str, Any]]:
-        """The rows of a table whose columns equal the given values, as dicts."""
+        """Return the rows of a table whose columns equal the given values, as dicts."""
         rows = self.tables[table].to_pylist()
         return [row for row in rows if all(row[column] == value for column, value in equal.items())]
 
@@ -140,7 +140,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run was brought to its end."""
+    """Return whether a run was brought to its end."""
     return (folder / "summary.json").is_file() and not (folder / CHECKPOINTS).exists()
 
 
@@ -160,7 +160,7 @@ def load_results(path: str | os.PathLike[str]) -> Results:
 
 
 def read_table(folder: Path, name: str) -> Any:
-    """One table of a run; empty where the run has not written it yet."""
+    """Return one table of a run; empty where the run has not written it yet."""
     path = folder / f"{name}.parquet"
     return read_checked(path, SCHEMAS[name]) if path.is_file() else SCHEMAS[name].empty_table()
 
@@ -230,7 +230,7 @@ def worst_tenth(results: Results, label: str) -> float | None:
 
 
 def reference_label(config: Mapping[str, Any]) -> str | None:
-    """The label of the FedAvg that others are compared with: full participation if there is one."""
+    """Return the label of the FedAvg that others are compared with: full participation if there is one."""
     fedavgs = [strategy for strategy in config["strategy"] if strategy["name"] == "fedavg"]
     fedavgs.sort(key=lambda strategy: -strategy.get("participation", 1.0))
     return fedavgs[0]["label"] if fedavgs else None

@@ -43,7 +43,7 @@ log = logging.getLogger("feddd")
 
 
 def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
-    """A digest of everything that a run's numbers come from, as far as it was given from outside.
+    """Return a digest of everything that a run's numbers come from, as far as it was given from outside.
 
     How many rounds there are to be is left out: a run may get more of them. So is what is left at its default: a new
     option does not keep anybody from going on.
@@ -66,7 +66,7 @@ def identity(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
 
 
 def import_folders(experiment: Experiment) -> dict[str, str]:
-    """Where the experiment's own code was found, by import path: its run's config.toml lies elsewhere."""
+    """Return where the experiment's own code was found, by import path: its run's config.toml lies elsewhere."""
     found = {path: import_folder(path) for path in experiment.import_paths}
     return {path: str(folder) for path, folder in found.items() if folder is not None}
 
@@ -111,7 +111,7 @@ def reuse_folder(folder: Path, experiment: Experiment, found: Mapping[str, Any])
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """A JSON file; empty where it is missing or damaged."""
+    """Return a JSON file; empty where it is missing or damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -119,7 +119,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def finished_strategies(folder: Path, experiment: Experiment) -> tuple[list[str], list[Rows]]:
-    """The strategies that need not run again, and their rows: their model is written after all of their rows."""
+    """Return the strategies that need not run again, and their rows: their model is written after all of their rows."""
     labels = [section.label for section in experiment.strategy]
     try:
         tables = {name: read_table(folder, name) for name in WRITTEN}
@@ -171,5 +171,5 @@ def resumable(folder: Path) -> Iterator[None]:
 
 
 def advice(folder: Path) -> str:
-    """How to go on."""
+    """Return how to go on."""
     return f"go on with: feddd run --resume {shlex.quote(str(folder))}"

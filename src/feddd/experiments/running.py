@@ -200,7 +200,7 @@ def simulate_rounds(
 
 
 def settings_of(experiment: Experiment, place: int) -> dict[str, Any]:
-    """The resolved experiment as its trackers are told it: with one strategy."""
+    """Return the resolved experiment as its trackers are told it: with one strategy."""
     return experiment.model_dump(exclude={"strategy"}) | {"strategy": experiment.strategy[place].model_dump()}
 
 
@@ -223,7 +223,7 @@ def simulation_options(
     wire: bool,
     pool: WorkerPool | None,
 ) -> dict[str, Any]:
-    """What a simulation is told besides its world; nothing of it changes a number."""
+    """Return what a simulation is told besides its world; nothing of it changes a number."""
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}")
     if state_dir is not None and not Path(state_dir).is_dir():
@@ -286,7 +286,7 @@ def _training(experiment: Experiment, data: Dataset, parts: Sequence[NDArray[np.
 
 
 def resolved(experiment: Experiment, world: World) -> Experiment:
-    """The experiment with everything that was left to us written out."""
+    """Return the experiment with everything that was left to us written out."""
     training = experiment.training.model_copy(update={"trainer": world.training.trainer})
     changes: dict[str, Any] = {"training": training}
     if experiment.fleet.file is not None or experiment.data.partition == "natural":
@@ -295,14 +295,14 @@ def resolved(experiment: Experiment, world: World) -> Experiment:
 
 
 def preview(experiment: Experiment, data_dir: str | os.PathLike[str] | None = None) -> Results:
-    """An experiment before it has run: its config and how it spreads the data, no rounds."""
+    """Return an experiment before it has run: its config and how it spreads the data, no rounds."""
     counts = label_counts_of(build_world(experiment, Path(data_dir) if data_dir is not None else None, prove=False))
     tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()} | {"partition": partition_table(counts)}
     return Results(Path(), experiment.model_dump(), {}, {}, tables)
 
 
 def _fleet_file(fleet: FleetSection) -> fleets.FleetFile | None:
-    """The columns of the fleet file; a client count that was also given must agree."""
+    """Return the columns of the fleet file; a client count that was also given must agree."""
     if fleet.file is None:
         return None
     file = fleets.read_csv(Path(fleet.file))
@@ -338,6 +338,6 @@ def _devices(fleet: FleetSection, file: fleets.FleetFile | None, seed: int, proc
 
 
 def label_counts_of(world: World) -> NDArray[np.int64]:
-    """How many samples of each label each client has; where there are no classes, all in one column."""
+    """Return how many samples of each label each client has; where there are no classes, all in one column."""
     counts = world.label_counts()
     return np.array([[len(part)] for part in world.parts]) if counts is None else counts

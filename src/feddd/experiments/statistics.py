@@ -24,7 +24,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Estimate:
-    """The mean of one value per seed, with its interval, which ends where the values cannot go further.
+    """Return the mean of one value per seed, with its interval, which ends where the values cannot go further.
 
     bounds: the least and the greatest that a value can be
     """
@@ -39,7 +39,7 @@ def estimate(values: Sequence[float], bounds: tuple[float, float] | None = None)
 
 
 def saving(ours: Sequence[float], others: Sequence[float]) -> Estimate:
-    """How much less time, in percent: one minus the geometric mean of the ratios, paired by seed.
+    """Return how much less time, in percent: one minus the geometric mean of the ratios, paired by seed.
 
     The interval is Student's on the logarithm of the ratios.
     """

@@ -106,7 +106,7 @@ class Tables:
             self._next_flush = time.monotonic() + max(FLUSH_SECONDS, cost / FLUSH_SHARE)
 
     def _write_all(self, snapshot: dict[str, list[Any]]) -> float:
-        """The seconds it took."""
+        """Return the seconds it took."""
         begun = time.monotonic()
         for name, batches in snapshot.items():
             if name == "client_metrics" and not batches:
@@ -131,7 +131,7 @@ class Tables:
 
 
 def partition_table(counts: NDArray[np.int64]) -> Any:
-    """One row per client and label; counts: [clients, classes]."""
+    """Return one row per client and label; counts: [clients, classes]."""
     clients, labels = np.indices(counts.shape)
     columns = {"client": clients.ravel(), "label": labels.ravel(), "samples": counts.ravel()}
     return pa.table(columns, schema=SCHEMAS["partition"])

@@ -45,17 +45,17 @@ class Line:
 
     @property
     def colour(self) -> str:
-        """The same colour in every picture."""
+        """Return the same colour in every picture."""
         return COLOURS[self.index % len(COLOURS)]
 
     @property
     def metric(self) -> Metric:
-        """What its models are tested by."""
+        """Return what its models are tested by."""
         return self.runs[0].metric
 
     @property
     def finished(self) -> bool:
-        """Whether every run has all its rounds of this strategy."""
+        """Return whether every run has all its rounds of this strategy."""
         return all(rounds_done(run, self.strategy) >= run.config["rounds"] for run in self.runs)
 
 
@@ -112,7 +112,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """When the client was done."""
+        """Return when the client was done."""
         return self.download + self.compute + self.upload
 
 
@@ -135,7 +135,7 @@ def _but_seed(run: Results) -> dict[str, Any]:
 
 
 def lines(results: Sequence[Results]) -> list[Line]:
-    """One line per strategy and experiment, in the order of the configs."""
+    """Return one line per strategy and experiment, in the order of the configs."""
     groups = experiments(results)
     named = [(name, label, runs) for name, runs in groups for label in runs[0].labels]
     return [
@@ -151,12 +151,12 @@ def lines(results: Sequence[Results]) -> list[Line]:
 
 
 def rounds_done(run: Results, strategy: str) -> int:
-    """How many rounds of a strategy the run has behind it."""
+    """Return how many rounds of a strategy the run has behind it."""
     return int(pc.sum(pc.equal(run.tables["rounds"]["strategy"], strategy)).as_py() or 0)
 
 
 def points(run: Results, strategy: str) -> list[Point]:
-    """The rounds of a strategy after which the model was tested."""
+    """Return the rounds of a strategy after which the model was tested."""
     found, total = [], 0
     for row in run.rows("rounds", strategy=strategy):
         total += (row["upload_bytes"] or 0) + (row["download_bytes"] or 0)
@@ -167,7 +167,7 @@ def points(run: Results, strategy: str) -> list[Point]:
 
 
 def curve(line: Line) -> Curve:
-    """Mean and range over runs, at the rounds all of them have: a mean over fewer runs would jump."""
+    """Return the mean and the range over runs, at the rounds all of them have: a mean over fewer runs would jump."""
     runs = [{point.round: point for point in points(run, line.strategy)} for run in line.runs]
     begun = [run for run in runs if run]
     common = sorted(set.intersection(*(set(run) for run in begun))) if begun else []
@@ -183,7 +183,7 @@ def curve(line: Line) -> Curve:
 
 
 def reach(line: Line, target: float) -> Reach:
-    """When the runs of a line first reached a target, and how that compares with the same run's FedAvg."""
+    """Return when the runs of a line first reached a target, and how that compares with the same run's FedAvg."""
     seconds, time_ratios, byte_ratios = [], [], []
     for run in line.runs:
         mine = _first(points(run, line.strategy), target, run.metric)
@@ -197,7 +197,7 @@ def reach(line: Line, target: float) -> Reach:
 
 
 def missing_bar(line: Line, one: Reach) -> str:
-    """Why a line has no bar at a target: it was not reached, or FedAvg never reached it."""
+    """Return why a line has no bar at a target: it was not reached, or FedAvg never reached it."""
     if one.seconds:
         return f"{human_seconds(fmean(one.seconds))} (FedAvg: none)"
     return "never" if line.finished else "not yet"
@@ -208,13 +208,13 @@ def _first(tested: Sequence[Point], target: float, metric: Metric) -> Point | No
 
 
 def targets(results: Sequence[Results]) -> list[float]:
-    """All targets asked for, the one that is reached last at the end."""
+    """Return all targets asked for, the one that is reached last at the end."""
     asked = {float(target) for run in results for target in run.config["targets"]}
     return metric_of_all(results).hardest_last(asked)
 
 
 def metric_of_all(results: Sequence[Results]) -> Metric:
-    """What all these runs are tested by."""
+    """Return what all these runs are tested by."""
     return common_metric(run.config for run in results)
 
 
@@ -239,7 +239,7 @@ def dropout_matrix(run: Results, strategy: str) -> Matrix | None:
 
 
 def partition_matrix(run: Results) -> Matrix | None:
-    """Samples [labels, clients]; None where the partition is not known."""
+    """Return the samples [labels, clients]; None where the partition is not known."""
     rows = run.tables["partition"]
     if not rows.num_rows:
         return None
@@ -258,12 +258,12 @@ def _matrix(rows: npt.NDArray[Any], columns: npt.NDArray[Any], values: npt.NDArr
 
 
 def client_rounds(run: Results, strategy: str) -> list[int]:
-    """The rounds of which the clients are recorded."""
+    """Return the rounds of which the clients are recorded."""
     return sorted(pc.unique(_client_rows(run, strategy)["round"]).to_pylist())
 
 
 def timelines(run: Results, strategy: str, rounds: Sequence[int]) -> Mapping[int, list[Timeline]]:
-    """What each client did in these rounds; unknown seconds count as none.
+    """Return what each client did in these rounds; unknown seconds count as none.
 
     Slowest first, so that the round's straggler leads; clients that did not count come last.
     """
@@ -281,7 +281,7 @@ def timelines(run: Results, strategy: str, rounds: Sequence[int]) -> Mapping[int
 
 
 def class_accuracies(line: Line) -> dict[int, list[float]]:
-    """Accuracy per class after the last round known, one value per run."""
+    """Return accuracy per class after the last round known, one value per run."""
     found: defaultdict[int, list[float]] = defaultdict(list)
     for run in line.runs:
         rows = [row for row in run.rows("classes", strategy=line.strategy) if row["accuracy"] is not None]
@@ -303,29 +303,29 @@ def not_counted(line: Line) -> Counter[str]:
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """Seconds in the unit for durations up to this one, and its name."""
+    """Return seconds in the unit for durations up to this one, and its name."""
     return next((unit for unit in _SECONDS if longest >= 2 * unit[0]), _SECONDS[-1])
 
 
 def byte_unit(most: float) -> tuple[float, str]:
-    """Bytes in the unit for amounts up to this one, and its name."""
+    """Return the bytes in the unit for amounts up to this one, and its name."""
     return next((unit for unit in _BYTES if most >= unit[0]), _BYTES[-1])
 
 
 def human(value: float, unit: tuple[float, str]) -> str:
-    """A number of three digits with its unit: 1.23 GB, 12.3 min, 123 s."""
+    """Return a number of three digits with its unit: 1.23 GB, 12.3 min, 123 s."""
     scaled = value / unit[0]
     digits = 0 if scaled >= 100 or unit[1] == "B" else 1 if scaled >= 10 else 2
     return f"{scaled:,.{digits}f} {unit[1]}"
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration in words people use."""
+    """Return a duration in words people use."""
     return human(seconds, time_unit(seconds))
 
 
 def human_bytes(number: float) -> str:
-    """An amount of data in words people use."""
+    """Return an amount of data in words people use."""
     return human(number, byte_unit(number))
 
 

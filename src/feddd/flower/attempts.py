@@ -55,12 +55,12 @@ class Attempts:
         self.repeated_bytes += sum(upload.upload_bytes + upload.download_bytes for upload in uploads)
 
     def pause_seconds(self, least: float, most: float) -> float:
-        """How long to wait before this attempt: twice as long as before the last."""
+        """Return how long to wait before this attempt: twice as long as before the last."""
         return float(min(least * 2 ** (self.number - 2), most))
 
 
 def with_reasons(words: str, reasons: Mapping[str, str]) -> str:
-    """An error's line, with who failed and why."""
+    """Return an error's line, with who failed and why."""
     shown = [f"{who}: {why}" for who, why in list(reasons.items())[:MOST_REASONS]]
     more = [f"and {len(reasons) - MOST_REASONS} more"] if len(reasons) > MOST_REASONS else []
     return "; ".join([words, *shown, *more])

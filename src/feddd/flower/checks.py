@@ -48,7 +48,7 @@ def check_rules(plan: Plan) -> None:
 
 
 def read_report(content: RecordDict) -> Report:
-    """The report of an answer."""
+    """Return the report of an answer."""
     found = read_record(content, REPORT, Report)
     if found is None:
         raise Refused("the answer has no feddd report: does the client app have feddd_mod, first of its mods?")
@@ -58,7 +58,7 @@ def read_report(content: RecordDict) -> Report:
 
 
 def read_introduction(content: RecordDict, sub_models: int, limits: Limits) -> Report:
-    """What a client says of itself before its first round: checked now, used in every round's plan."""
+    """Return what a client says of itself before its first round: checked now, used in every round's plan."""
     report = read_report(content)
     if not 0 <= report.sub_model < sub_models:
         raise Refused(f"it has sub-model {report.sub_model}, and there are {sub_models}")

@@ -96,7 +96,7 @@ class Introductions:
             logger.log(WARNING, "new nodes could not be looked for: %s", error)
 
     def problems(self) -> dict[str, str]:
-        """Why nodes are left out, by node."""
+        """Return why nodes are left out, by node."""
         return {f"node {node}": one.words for node, one in sorted(self._strangers.items()) if one.words}
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Introductions:
         return min(max(seconds, LEAST_GRACE_SECONDS), MOST_GRACE_SECONDS, self._deadline_seconds)
 
     def _patient_seconds(self) -> float:
-        """How long an introduction is waited for: an app may take longer to start than a round may take."""
+        """Return how long an introduction is waited for: an app may take longer to start than a round may take."""
         return max(self._deadline_seconds, MOST_GRACE_SECONDS)
 
     def _waiting(self, nodes: Collection[int]) -> bool:
@@ -192,7 +192,7 @@ def _hello(node: int, ttl: float) -> Message:
 
 
 def _content(answer: Answer) -> RecordDict:
-    """What an answer says; an error is refused with its reason."""
+    """Return what an answer says; an error is refused with its reason."""
     if answer.message is not None:
         return answer.message.content
     reason = answer.failure.removeprefix("lost: ")
@@ -203,5 +203,5 @@ def _content(answer: Answer) -> RecordDict:
 
 
 def _natural(name: str) -> tuple[int, int, str]:
-    """Numbers by value, before words."""
+    """Return numbers by value, before words."""
     return (0, int(name), "") if name.isascii() and name.isdigit() else (1, 0, name)

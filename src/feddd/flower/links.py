@@ -67,10 +67,10 @@ class FixedLinks:
             raise ValueError(f"no link is known for client {client!r}")
 
     def idle(self, seconds: float) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def observe(self, client: str, *, turnaround_seconds: float, compute_seconds: float, bits: float) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def __getitem__(self, client: str) -> Link:
         return self.links[client]
@@ -86,7 +86,7 @@ class MeasuredLinks:
 
     @property
     def overhead_seconds(self) -> float:
-        """What a message costs that carries nothing: the median of those seen."""
+        """Return what a message costs that carries nothing: the median of those seen."""
         seen = sorted(self._idle_seconds)
         return seen[len(seen) // 2] if seen else 0.0
 

@@ -67,7 +67,7 @@ def feddd_mod(
     stages: Sequence[Callable[..., Any]] = (),
     units: Granularity | None = None,
 ) -> Mod:
-    """A mod for ``ClientApp(mods=[feddd_mod(Net)])``.
+    """Return a mod for ``ClientApp(mods=[feddd_mod(Net)])``.
 
     model: makes the network; several for sub-models, of which the node config's "sub-model" names one
     store: the folder for what a client keeps between rounds; else the node config's "feddd-store", else the cache
@@ -146,7 +146,7 @@ class _Client:
         self._label_counts = (lambda: label_counts(context)) if label_counts else None
 
     def hello(self, status: str = "ok") -> Report:
-        """Who this is, and what it holds."""
+        """Return who this is, and what it holds."""
         return Report(
             client=self._name,
             status=status,

@@ -14,7 +14,7 @@ def round_line(
     num_rounds: int | None = None,
     seconds_left: float | None = None,
 ) -> str:
-    """Who counted, bytes both ways, the least and the mean dropout rate, metrics, seconds, and the time left."""
+    """Return who counted, bytes both ways, the least and the mean dropout rate, metrics, seconds, and the time left."""
     of = f" of {num_rounds}" if num_rounds is not None else ""
     counted = sum(upload.status == "ok" for upload in facts.uploads)
     up = sum(upload.upload_bytes for upload in facts.uploads)
@@ -36,7 +36,7 @@ def round_line(
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words that are easy to read."""
+    """Return seconds in words that are easy to read."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)

@@ -93,7 +93,7 @@ def write_record(content: RecordDict, key: str, value: Order | Report) -> None:
 
 
 def read_record(content: RecordDict, key: str, kind: type[T]) -> T | None:
-    """An order or a report of a message; None if there is none, RecordError if it is not one."""
+    """Return an order or a report of a message; None if there is none, RecordError if it is not one."""
     record = content.config_records.get(key)
     if record is None:
         return None
@@ -116,7 +116,7 @@ def read_record(content: RecordDict, key: str, kind: type[T]) -> T | None:
 
 
 def chunk_bytes(bits_per_s: float) -> int:
-    """How large the pieces for a link may be."""
+    """Return how large the pieces for a link may be."""
     return int(min(max(CHUNK_SECONDS * bits_per_s / 8, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES))
 
 
@@ -132,7 +132,7 @@ def write_payload(content: RecordDict, data: bytes, chunk: int = MOST_CHUNK_BYTE
 
 
 def read_payload(content: RecordDict, most: int, key: str = PAYLOAD) -> bytes:
-    """The bytes of a message, which may be `most` at the most."""
+    """Return the bytes of a message, which may be `most` at the most."""
     record = content.array_records.get(key)
     if record is None:
         raise RecordError(f"the message has no {key}")

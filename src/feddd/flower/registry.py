@@ -29,7 +29,7 @@ class Registry:
     nodes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def admit(self, node: int, member: Member) -> Registry:
-        """The client is at this node now; one that was somewhere else has moved."""
+        """Return the client is at this node now; one that was somewhere else has moved."""
         names = [known.name for known in self.members]
         if member.name in names:
             place = names.index(member.name)
@@ -40,7 +40,7 @@ class Registry:
         return Registry(members, nodes)
 
     def present(self, online: Sequence[int]) -> dict[int, int]:
-        """Client → node, of those that are online, in the order of clients."""
+        """Return client → node, of those that are online, in the order of clients."""
         found = {self.nodes[node]: node for node in online if node in self.nodes}
         return dict(sorted(found.items()))
 

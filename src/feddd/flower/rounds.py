@@ -48,7 +48,7 @@ Arrived = SimpleQueue[tuple[Sent, Message | Exception, float]]
 
 
 def answer_of(node: int, reply: Message, seconds: float) -> Answer:
-    """What a reply is to the server: an answer, or a failure with its reason."""
+    """Return what a reply is to the server: an answer, or a failure with its reason."""
     if reply.has_error():
         return Answer(node, None, seconds, _reason(reply), reply.error.code)
     return Answer(node, reply, seconds)
@@ -145,7 +145,7 @@ def _over(missing: int, waiting: int, deadlines: float) -> bool:
 
 
 def _reason(reply: Message) -> str:
-    """Why a node did not answer, on one line."""
+    """Return why a node did not answer, on one line."""
     error = reply.error
     words = " ".join((error.reason or "no reason given").split())[:300]
     return f"lost: {words} (code {error.code})"

@@ -89,11 +89,11 @@ class Server:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a model already."""
+        """Return whether there is a model already."""
         return self._state is not None
 
     def present(self, grid: Grid) -> dict[int, int]:
-        """Client → node, of those that are there."""
+        """Return client → node, of those that are there."""
         return self._registry.present(list(grid.get_node_ids()))
 
     def lost_its_state(self, client: int) -> None:
@@ -172,7 +172,7 @@ class Server:
         self._state = dataclasses.replace(state, clients=clients)
 
     def plan(self, grid: Grid) -> Pending:
-        """The method's plan for the clients that are there."""
+        """Return the method's plan for the clients that are there."""
         state = self.expect_state()
         nodes = self.present(grid)
         clients = list(nodes)
@@ -194,7 +194,7 @@ class Server:
         return self.pending
 
     def train_message(self, pending: Pending, client: int, config: ConfigRecord) -> Message:
-        """The download of one client, and what it is to do."""
+        """Return the download of one client, and what it is to do."""
         task, number = pending.tasks[client], pending.plan.round
         member = self._registry.members[client]
         table, link = self._tables[member.sub_model], self._links[member.name]
@@ -247,7 +247,7 @@ class Server:
         return number > 1 and len(widths) > 1 and task.up.needs_coverage
 
     def evaluate_message(self, client: int, node: int, number: int, config: ConfigRecord) -> Message:
-        """The full model, to be tested at a client."""
+        """Return the full model, to be tested at a client."""
         member = self._registry.members[client]
         table, link = self._tables[member.sub_model], self._links[member.name]
         content = RecordDict({"config": ConfigRecord(dict(config) | {"server-round": number})})
@@ -257,7 +257,7 @@ class Server:
         return Message(content, node, MessageType.EVALUATE, ttl=2 * self._deadline_seconds, group_id=str(number))
 
     def full_bytes(self, asked: Mapping[int, Message]) -> int:
-        """What full models for these nodes weigh."""
+        """Return what full models for these nodes weigh."""
         tables = [self._tables[self._registry.members[self._registry.nodes[node]].sub_model] for node in asked]
         return sum(droppable_bytes(table) + fixed_bytes(table) for table in tables)
 
@@ -322,11 +322,11 @@ class Server:
                 self._versions[upload.client] = self._version(pending.plan.round, upload.client)
 
     def pause_seconds(self) -> float:
-        """How long to wait before the round is asked again."""
+        """Return how long to wait before the round is asked again."""
         return self._expect_attempts().pause_seconds(self._poll_seconds, self._deadline_seconds)
 
     def evaluation_failures(self, answers: Mapping[int, Answer]) -> dict[str, str]:
-        """Why clients do not count in an evaluation; logged, too."""
+        """Return why clients do not count in an evaluation; logged, too."""
         failed = {}
         for node, answer in answers.items():
             if answer.message is None:
@@ -336,7 +336,7 @@ class Server:
         return failed
 
     def _accept(self, client: int, answer: Answer, pending: Pending) -> tuple[Accepted | None, str]:
-        """The upload if it counts, else why not."""
+        """Return the upload if it counts, else why not."""
         if answer.message is None:
             return None, answer.failure
         member = self._registry.members[client]
@@ -380,13 +380,13 @@ class Server:
         return self._attempts
 
     def expect_state(self) -> ServerState:
-        """The state, which there is once the run has begun."""
+        """Return the state, which there is once the run has begun."""
         if self._state is None:
             raise RunError("the strategy has not been started")
         return self._state
 
     def expect_pending(self) -> Pending:
-        """The round that is under way."""
+        """Return the round that is under way."""
         if self.pending is None:
             raise RunError("no round is under way")
         return self.pending

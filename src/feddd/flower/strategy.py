@@ -96,7 +96,7 @@ class FedDDStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """One message per client, each with its own payload."""
+        """Return one message per client, each with its own payload."""
         if not self._server.begun:
             self._server.begin(arrays)
         self._server.meet(grid)
@@ -130,7 +130,7 @@ class FedDDStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Nothing, unless evaluation at the clients was asked for: it sends everybody the full model."""
+        """Return nothing, unless evaluation at the clients was asked for: it sends everybody the full model."""
         if not self._evaluate_clients:
             return []
         present = self._server.present(grid)
@@ -240,7 +240,7 @@ class FedDDStrategy(Strategy):
         helped: set[int] = set()
 
         def again(answer: Answer) -> Message | None:
-            """A client that lost its state gets the full model at once, and once in a round."""
+            """Return a client that lost its state gets the full model at once, and once in a round."""
             client = clients[answer.node]
             if answer.message is None or client in helped or not _asks_for_all(answer.message):
                 return None

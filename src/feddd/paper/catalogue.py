@@ -174,7 +174,7 @@ FIGURES: tuple[PaperFigure, ...] = (
 
 
 def figure_named(name: str) -> PaperFigure:
-    """A figure by its name; an unknown one is an error that suggests the nearest."""
+    """Return a figure by its name; an unknown one is an error that suggests the nearest."""
     found = next((figure for figure in FIGURES if figure.name == name), None)
     if found is None:
         raise InputError(f"unknown figure {name!r}; {nearest(name, [figure.name for figure in FIGURES])}")

@@ -179,7 +179,7 @@ def _penalty() -> list[Claim]:
 
 
 def _testbed() -> list[Claim]:
-    """The paper gives seconds: 2000 against 3500, 3000 and 2300 against more than 3500."""
+    """Return the paper gives seconds: 2000 against 3500, 3000 and 2300 against more than 3500."""
     numbers: dict[str, tuple[str, float, dict[str, tuple[str, Paper]]]] = {
         "iid": ("IID", 0.71, dict.fromkeys(("fedavg", "oort"), ("about 43 %", 43.0))),
         "noniid-a": ("Non-IID-a", 0.69, dict.fromkeys(("fedavg", "fedcs", "oort"), ("more than 14 %", None))),

@@ -22,7 +22,7 @@ from feddd.world import models
 
 
 def draw_panels(figure: PaperFigure, panels: Sequence[Panel]) -> Figure:
-    """The picture of a figure that is made of experiments."""
+    """Return the picture of a figure that is made of experiments."""
     if figure.kind == "exchange":
         return _draw_exchange(panels)
     wide = figure.kind in ("targets", "classes")
@@ -33,7 +33,7 @@ def draw_panels(figure: PaperFigure, panels: Sequence[Panel]) -> Figure:
 
 
 def _draw_exchange(panels: Sequence[Panel]) -> Figure:
-    """Accuracy over time and over bytes, beside each other; logarithmic, since methods differ by orders."""
+    """Return accuracy over time and over bytes, beside each other; logarithmic, since methods differ by orders."""
     drawn, grid = panel_grid(2 * len(panels), 5.6, 3.8, columns=2)
     _fill(grid[0::2], panels, _curves)
     _fill(grid[1::2], panels, _curves_over_bytes)
@@ -145,7 +145,7 @@ _DRAW: Mapping[str, Callable[[Axes, Panel], None]] = {
 
 
 def draw_label_share(found: Mapping[str, Sequence[LabelShare]]) -> Figure:
-    """Accuracy of a label over its share, one panel per data set, one line per label."""
+    """Return accuracy of a label over its share, one panel per data set, one line per label."""
     drawn, grid = panel_grid(len(found), 4.2, 3.4)
     for axes, (name, points) in zip(grid, found.items(), strict=False):
         for place, label in enumerate(sorted({point.label for point in points})):
@@ -177,7 +177,7 @@ def draw_learning_rates(rates: Mapping[str, Mapping[float, float]], panels: Sequ
 
 
 def draw_theorem(outcomes: Sequence[Outcome]) -> Figure:
-    """Every bound as a multiple of what was measured, one panel per selection rule; below 1 it is violated."""
+    """Return every bound as a multiple of what was measured, one panel per selection rule; below 1 it is violated."""
     rules = list(dict.fromkeys(outcome.selector for outcome in outcomes))
     drawn, grid = panel_grid(len(rules), 5.6, 3.8)
     for axes, rule in zip(grid, rules, strict=False):

@@ -61,7 +61,7 @@ def gap(preset: str, other: str, ours: str = "feddd") -> Measure:
 
 
 def early_gap(preset: str, other: str, ours: str, share: float) -> Measure:
-    """Accuracy of ours above the other's around this share of the rounds, in points."""
+    """Return accuracy of ours above the other's around this share of the rounds, in points."""
 
     def measure(runs: Sequence[Results]) -> Estimate:
         return difference(*([accuracy_around(run, label, share) for run in runs] for label in (ours, other)))
@@ -79,7 +79,7 @@ def of_class(preset: str, label: str, number: int) -> Measure:
 
 
 def round_time(preset: str, other: str, ours: str) -> Measure:
-    """How much longer ours takes for a round than the other, in percent."""
+    """Return how much longer ours takes for a round than the other, in percent."""
 
     def measure(runs: Sequence[Results]) -> Estimate:
         return estimate([100.0 * (seconds_a_round(run, ours) / seconds_a_round(run, other) - 1.0) for run in runs])
@@ -100,7 +100,7 @@ def _over_seeds(
 def _at_the_end(
     preset: str, labels: Sequence[str], measure: Callable[[Sequence[Results], int], Estimate], unit: str
 ) -> Measure:
-    """A measure of final accuracies: over how many rounds they are taken depends on the panel, and is said."""
+    """Return a measure of final accuracies: over how many rounds they are taken depends on the panel, and is said."""
 
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, labels)
@@ -113,12 +113,12 @@ def _at_the_end(
 
 
 def over_rounds(rounds: int) -> str:
-    """What to add to a final accuracy that is not that of the last round alone."""
+    """Return what to add to a final accuracy that is not that of the last round alone."""
     return f", mean of the last {rounds} rounds" if rounds > 1 else ""
 
 
 def _unfinished(panels: Panels, preset: str, labels: Sequence[str]) -> Answer:
-    """Why there is no number: not run, or a strategy that diverged."""
+    """Return why there is no number: not run, or a strategy that diverged."""
     for label in labels if preset in panels else ():
         if words := panels[preset].divergence(label):
             return Answer(f"{label} {words}", seeds=len(panels[preset].diverged(label)))
@@ -134,7 +134,7 @@ def _answer(found: Estimate, unit: str, note: str = "") -> Answer:
 
 
 def shown(found: Estimate, unit: str) -> str:
-    """A mean with its interval, or the only value."""
+    """Return a mean with its interval, or the only value."""
     sign = unit == "points"
     text = f"{tenths(found.mean, sign)} {unit}"
     if found.low is None or found.high is None:
@@ -143,7 +143,7 @@ def shown(found: Estimate, unit: str) -> str:
 
 
 def tenths(value: float, sign: bool = True) -> str:
-    """One digit behind the point, a minus sign that is one, and no negative zero."""
+    """Write one digit behind the point, a minus sign that is one, and no negative zero."""
     shown = f"{abs(value):.1f}"
     if float(shown) == 0:
         return "0.0"
@@ -151,7 +151,7 @@ def tenths(value: float, sign: bool = True) -> str:
 
 
 def time_saved(preset: str, other: str, target: float | None) -> Measure:
-    """How much less time than the other FedDD takes to the target, in percent."""
+    """Return how much less time than the other FedDD takes to the target, in percent."""
 
     def answer(panels: Panels) -> Answer:
         runs = _runs(panels, preset, ("feddd", "fedavg", other))
@@ -199,7 +199,7 @@ def never_reaches(preset: str, other: str, target: float) -> Measure:
 
 
 def over(presets: Sequence[str], make: Callable[[str], Measure]) -> Measure:
-    """The range of a measure over several experiments, of those that were run."""
+    """Return the range of a measure over several experiments, of those that were run."""
 
     def answer(panels: Panels) -> Answer:
         found = {preset: make(preset)(panels) for preset in presets}

@@ -56,7 +56,7 @@ def label_share(
 
 
 def _mixture(data: ImageDataset, label: int, share: float, samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Indices of so many training samples: this share of the label, the rest spread evenly over the others."""
+    """Return indices of so many training samples: this share of the label, the rest spread evenly over the others."""
     wanted = np.full(data.classes, (1.0 - share) * samples / (data.classes - 1))
     wanted[label] = share * samples
     parts = []
@@ -72,7 +72,7 @@ def _samples(data: ImageDataset, chosen: NDArray[np.int64]) -> Samples:
 
 
 def loss_by_width(run: Results, label: str, widths: int) -> list[list[float]]:
-    """Mean training loss per sub-model and round, [widths][rounds]; clients take the widths in turn."""
+    """Return the mean training loss per sub-model and round, [widths][rounds]; clients take the widths in turn."""
     losses: dict[tuple[int, int], list[float]] = {}
     for row in run.rows("clients", strategy=label, status="ok"):
         losses.setdefault((row["client"] % widths, row["round"]), []).append(row["train_loss"])

@@ -38,11 +38,11 @@ class Panel:
 
     @property
     def lines(self) -> list[Line]:
-        """One line per strategy, whether it was run or not."""
+        """Return one line per strategy, whether it was run or not."""
         return lines(self.runs)
 
     def finished(self, *labels: str) -> list[Results]:
-        """The seeds for which all these strategies were run to their end."""
+        """Return the seeds for which all these strategies were run to their end."""
         rounds = self.experiment.rounds
         return [run for run in self.runs if all(rounds_done(run, label) >= rounds for label in labels)]
 
@@ -56,23 +56,23 @@ class Panel:
         return 1
 
     def diverged(self, label: str) -> list[int]:
-        """The rounds in which every client of a strategy diverged, of the seeds where that happened."""
+        """Return the rounds in which every client of a strategy diverged, of the seeds where that happened."""
         done = [rounds_done(run, label) for run in self.runs]
         return [rounds + 1 for rounds in done if 0 < rounds < self.experiment.rounds]
 
     def divergence(self, label: str) -> str:
-        """That in words; nothing where it did not happen."""
+        """Say in which rounds a strategy diverged; "" if it did not."""
         rounds = self.diverged(label)
         return f"diverged in round {', '.join(map(str, rounds))}" if rounds else ""
 
 
 def read_panel(store: Store, need: Need) -> Panel:
-    """What the store has of an experiment."""
+    """Return what the store has of an experiment."""
     return Panel(need.experiment, tuple(store.combine(need.experiment, seed) for seed in need.seeds))
 
 
 def _tested(run: Results, label: str) -> list[tuple[int, float]]:
-    """The rounds that were tested, with the accuracy in percent."""
+    """Return the rounds that were tested, with the accuracy in percent."""
     rows = run.rows("rounds", strategy=label)
     return [(row["round"], 100.0 * row["test_accuracy"]) for row in rows if row["test_accuracy"] is not None]
 
@@ -99,7 +99,7 @@ def accuracy_around(run: Results, label: str, share: float) -> float:
 
 
 def class_accuracy(run: Results, label: str, number: int, rounds: int = 1) -> float:
-    """Accuracy of one class in percent after the last round, or the mean of the last tested ones."""
+    """Return accuracy of one class in percent after the last round, or the mean of the last tested ones."""
     rows = run.rows("classes", strategy=label, label=number)
     return 100.0 * fmean(row["accuracy"] for row in rows[-rounds:])
 
@@ -116,7 +116,7 @@ def seconds_a_round(run: Results, label: str) -> float:
 
 
 def reached_by_all(runs: Sequence[Results], labels: Sequence[str], targets: Sequence[float]) -> float | None:
-    """The highest of the targets that all these strategies reach in all runs."""
+    """Return the highest of the targets that all these strategies reach in all runs."""
     for target in sorted(targets, reverse=True):
         if runs and all(seconds_to(run, label, target) is not None for run in runs for label in labels):
             return target

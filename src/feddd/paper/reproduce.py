@@ -61,11 +61,11 @@ class Request:
 
     @property
     def store(self) -> Store:
-        """The cells, shared by all scales and figures."""
+        """Return the cells, shared by all scales and figures."""
         return Store(self.folder / "cells")
 
     def needs(self) -> dict[str, list[Need]]:
-        """The experiments of each figure; figures of which `only` leaves nothing are dropped."""
+        """Return the experiments of each figure; figures of which `only` leaves nothing are dropped."""
         found = {figure.name: figure.needs(self.scale, self.only, self.seeds) for figure in self.figures}
         kept = {name: needs for name, needs in found.items() if needs or (name == "theorem" and not self.only)}
         if not kept:
@@ -73,7 +73,7 @@ class Request:
         return kept
 
     def progress(self) -> list[dict[str, Any]]:
-        """Every figure with how many of its cells are kept."""
+        """Return every figure with how many of its cells are kept."""
         rows = []
         for figure in self.figures:
             wanted = {cell.folder: cell for cell in dataclasses.replace(self, figures=[figure]).cells()}
@@ -83,7 +83,7 @@ class Request:
         return rows
 
     def cells(self) -> list[Cell]:
-        """Every cell the figures need, as often as they need it."""
+        """Return every cell the figures need, as often as they need it."""
         figures = {figure.name: figure for figure in self.figures}
         wanted = [need for name, needs in self.needs().items() if figures[name].kind != "label-share" for need in needs]
         return list(chain.from_iterable(cells(need.experiment, need.seeds) for need in wanted))
@@ -168,7 +168,7 @@ def _command(request: Request, figure: PaperFigure) -> str:
 
 
 def _notes(request: Request, figure: PaperFigure, needs: Sequence[Need]) -> list[str]:
-    """The settings that a reader must know: what the scale changes, or what was done besides experiments."""
+    """Return the settings that a reader must know: what the scale changes, or what was done besides experiments."""
     head = f"Scale {request.scale.name}."
     if figure.kind == "theorem":
         problem = theorem.make_problem(0.0)

@@ -88,12 +88,12 @@ SCALES: Mapping[ScaleName, Scale] = {
 
 
 def world_of(experiment: Experiment) -> str:
-    """Which of WORLDS an experiment of the paper's belongs to; "" for any other."""
+    """Return which of WORLDS an experiment of the paper's belongs to; "" for any other."""
     return next((world for world in WORLDS if world in experiment.name), "")
 
 
 def scaled(experiment: Experiment, scale: Scale) -> Experiment:
-    """The experiment at this scale."""
+    """Return the experiment at this scale."""
     change = scale.changes.get(world_of(experiment))
     if change is None:
         return experiment
@@ -115,7 +115,7 @@ def scaled(experiment: Experiment, scale: Scale) -> Experiment:
 
 
 def _in_time(section: StrategySection, share: float) -> StrategySection:
-    """A schedule that turns at some round turns as early in a shorter run."""
+    """Return a schedule that turns at some round turns as early in a shorter run."""
     later = section.options.get("broadcast_later")
     if not later or share == 1:
         return section

@@ -98,7 +98,7 @@ def exchange_table(panel: Panel) -> Rows:
 
 
 def _bytes_to(panel: Panel, label: str, target: float) -> str:
-    """Bytes both ways until the target is first reached, the mean over the seeds that reach it."""
+    """Return the bytes both ways until the target is first reached, the mean over the seeds that reach it."""
     spent = []
     for run in panel.finished(label):
         rows = run.rows("rounds", strategy=label)
@@ -114,7 +114,7 @@ def _bytes(run: Results, label: str) -> float:
 
 
 def _time(panel: Panel, label: str, reference: str | None, target: float) -> str:
-    """The mean time to a target over the seeds that reach it, and the saving against the same seeds' FedAvg."""
+    """Return the mean time to a target over the seeds that reach it, and the saving against the same seeds' FedAvg."""
     runs = panel.finished(label)
     times = [seconds_to(run, label, target) for run in runs]
     reached = [seconds for seconds in times if seconds is not None]
@@ -143,7 +143,7 @@ def _percent(value: float) -> str:
 
 
 def loss_table(panel: Panel) -> Rows:
-    """Mean training loss of each sub-model's clients in some rounds."""
+    """Return the mean training loss of each sub-model's clients in some rounds."""
     label = panel.experiment.strategy[0].label
     runs = panel.finished(label)
     count = models.widths(panel.experiment.model.name)
@@ -162,7 +162,7 @@ def loss_table(panel: Panel) -> Rows:
 
 
 def label_share_table(found: Mapping[str, Sequence[LabelShare]]) -> Rows:
-    """Mean accuracy over the labels, per share."""
+    """Return the mean accuracy over the labels, per share."""
     return [
         ["share of the label", *found],
         *(
@@ -191,7 +191,7 @@ def learning_rate_table(rates: Mapping[str, Mapping[float, float]]) -> Rows:
 
 
 def theorem_table(outcomes: Sequence[Outcome]) -> Rows:
-    """What was measured, both ε, and the bounds."""
+    """Return what was measured, both ε, and the bounds."""
     keys = list(outcomes[0].bounds)
     head = ["selection", "spread", "h", "mean ‖∇F‖²", "ε on weights", "ε on gradients"]
     return [
@@ -218,7 +218,7 @@ def _bound(one: Outcome, bound: float | None) -> str:
 
 
 def markdown(drawn: Drawn) -> str:
-    """A block for a page: command, picture, tables, and the paper's numbers beside ours."""
+    """Return a block for a page: command, picture, tables, and the paper's numbers beside ours."""
     parts = [f"    {drawn.command}", " ".join(drawn.notes), f"![{drawn.figure.title}]({drawn.figure.name}.png)"]
     for title, rows in drawn.tables:
         parts += [f"**{title}**"] if title else []
@@ -231,7 +231,7 @@ def markdown(drawn: Drawn) -> str:
 
 
 def as_markdown(rows: Rows) -> str:
-    """A table in Markdown; what a cell says is text, whatever it looks like."""
+    """Return a table in Markdown; what a cell says is text, whatever it looks like."""
     head, *body = (
         [" ".join(cell.replace("|", "\\|").replace("<", "&lt;").splitlines()) for cell in row] for row in rows
     )

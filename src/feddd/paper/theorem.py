@@ -158,7 +158,7 @@ def _relative(masked: Array, full: Array) -> float:
 
 
 def outcomes(rounds: int) -> list[Outcome]:
-    """Two selection rules, three spreads of the clients' targets, three broadcast periods."""
+    """Return two selection rules, three spreads of the clients' targets, three broadcast periods."""
     rules: tuple[Selector, ...] = ("importance", "random")
     settings = [(rule, spread, every) for rule in rules for spread in (0.0, 0.1, 1.0) for every in (1, 5, 10)]
     return [check(*setting, rounds) for setting in settings]

@@ -82,7 +82,7 @@ class Engine:
         self._call("reset", [()] * len(self._workers))
 
     def snapshot(self) -> dict[int, StateArrays]:
-        """What every client keeps; a worker that is lost later is rebuilt from here."""
+        """Return what every client keeps; a worker that is lost later is rebuilt from here."""
         self._snapshots = self._call("snapshot", [()] * len(self._workers))
         self._rounds = []
         return {client: kept for snapshot in self._snapshots for client, kept in snapshot.items()}
@@ -95,7 +95,7 @@ class Engine:
         self._call("restore", [(own,) for own in self._snapshots])
 
     def train(self, number: int, tasks: Sequence[Task], download: Download) -> ShardResult:
-        """One round: all uploads in client order, and the sums of all blocks."""
+        """Return one round: all uploads in client order, and the sums of all blocks."""
         mine: list[list[Task]] = [[] for _ in self._workers]
         for task in tasks:
             mine[self._owner[task.client]].append(task)
@@ -114,7 +114,7 @@ class Engine:
         return ShardResult(tuple(uploads), total, seconds)
 
     def evaluate(self, model: Arrays) -> Evaluation:
-        """The global model on the whole test set, summed in chunk order."""
+        """Return the global model on the whole test set, summed in chunk order."""
         answers = self._call("evaluate", [(self._backend.share(model),)] * len(self._workers))
         chunks: Mapping[int, Evaluation] = {chunk: part for answer in answers for chunk, part in answer.items()}
         first, *rest = (chunks[chunk] for chunk in sorted(chunks))

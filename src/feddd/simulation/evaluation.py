@@ -42,17 +42,17 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of samples classified rightly; None where the metric is another."""
+        """Return the share of samples classified rightly; None where the metric is another."""
         return self.metric if self.finish.metric == "accuracy" else None
 
     @property
     def loss(self) -> float:
-        """Mean loss."""
+        """Return the mean loss."""
         return self.loss_sum / self.samples
 
     @property
     def class_accuracy(self) -> Floats:
-        """Accuracy per class, NaN for a class without test samples."""
+        """Return accuracy per class, NaN for a class without test samples."""
         return np.where(self.total > 0, self.correct / np.maximum(self.total, 1), np.nan)
 
     def __add__(self, other: Evaluation) -> Evaluation:

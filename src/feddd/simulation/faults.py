@@ -76,7 +76,7 @@ class Trouble:
 
 
 def draw(faults: Faults, seed: int, number: int, clients: int) -> Trouble:
-    """The trouble of a round."""
+    """Return the trouble of a round."""
     struck = _unreliable(faults, seed, clients)
     chance = _chances(seed, number, clients)
     edges = np.cumsum([getattr(faults, kind) for kind in ANSWERS])
@@ -100,7 +100,7 @@ def draw(faults: Faults, seed: int, number: int, clients: int) -> Trouble:
 
 
 def _unreliable(faults: Faults, seed: int, clients: int) -> NDArray[np.bool_]:
-    """Which clients faults can befall."""
+    """Return which clients faults can befall."""
     struck = np.zeros(clients, dtype=np.bool_)
     count = round(faults.unreliable * clients)
     struck[stream(seed, "faults", "unreliable").permutation(clients)[:count]] = True

@@ -37,7 +37,7 @@ class FaultyTask(Task):
 
 
 def fault_of(task: Task) -> str:
-    """What is wrong with a task's answer; "" for nothing."""
+    """Return what is wrong with a task's answer; "" for nothing."""
     return task.fault if isinstance(task, FaultyTask) else ""
 
 
@@ -113,7 +113,7 @@ def upload_bytes(task: Task, fault: str, number: int, table: Units) -> int:
 
 
 def damage(data: bytes, fault: str, table: Units, rng: np.random.Generator) -> bytes:
-    """The payload with random bytes throughout or in one block, or with a number that is none."""
+    """Return the payload with random bytes throughout or in one block, or with a number that is none."""
     if fault == "garbage":
         return rng.bytes(len(data))
     if fault == "corrupted":

@@ -49,7 +49,7 @@ class Forecast:
     end_seconds: float | None = None
 
     def uploads(self, answered: Sequence[Upload]) -> tuple[Upload, ...]:
-        """What is known of everybody that the round addressed, in client order."""
+        """Return what is known of everybody that the round addressed, in client order."""
         known = {upload.client: upload for upload in answered}
         known |= {client: row.upload for client, row in self.absent.items()}
         return tuple(known[client] for client in sorted(known))
@@ -61,7 +61,7 @@ class Forecast:
         return _row(self.fleet, self.trouble, upload, dropout)
 
     def seconds(self, rows: Sequence[ClientRow]) -> float:
-        """A synchronous round lasts as long as its slowest client (Eq. 11), or until it goes on without some."""
+        """Return a synchronous round lasts as long as its slowest client (Eq. 11), or until it goes on without some."""
         if self.end_seconds is not None:
             return self.end_seconds
         parts = [(row.download_seconds, row.compute_seconds, row.upload_seconds) for row in rows]
@@ -101,7 +101,7 @@ def foresee(
 
 
 def end_seconds(arrival_seconds: Floats, deadline_seconds: float | None, quorum: int, number: int) -> float:
-    """When a round stops waiting: at the deadline, or with the answer that completes its quorum.
+    """Return when a round stops waiting: at the deadline, or with the answer that completes its quorum.
 
     arrival_seconds: inf for those who never answer. Without a deadline it waits for everybody: inf
     """
@@ -147,7 +147,7 @@ def _total(row: ClientRow) -> float:
 
 
 def _cut(row: ClientRow, kind: str, end: float, trouble: Trouble) -> ClientRow:
-    """What really travelled of a client that the round went on without; nothing if it was not there."""
+    """Return what really travelled of a client that the round went on without; nothing if it was not there."""
     upload = row.upload
     if kind in ("lost", GONE):
         nothing = replace(upload, upload_bytes=0, download_bytes=0)

@@ -16,7 +16,7 @@ class Layer(Protocol):
     """One layer of S clients. Images go through as [batch, S · channels, height, width], features as [S, batch, …]."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The outputs; remembers what `backward` needs."""
+        """Return the outputs; remembers what `backward` needs."""
         ...
 
     def backward(self, gradient: Tensor, step: float, first: bool) -> Tensor:

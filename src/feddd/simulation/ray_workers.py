@@ -30,7 +30,7 @@ class _Actor:
         self._shard = Shard(spec, arrays)
 
     def call(self, method: str, *arguments: Any) -> tuple[str | None, Any]:
-        """A trace and nothing, or nothing and the result."""
+        """Return a trace and nothing, or nothing and the result."""
         try:
             return None, getattr(self._shard, method)(*arguments)
         except Exception:  # whatever goes wrong belongs to the coordinator, with its trace; the actor lives on
@@ -64,7 +64,7 @@ class RayCluster:
         self._samples = ray.put(arrays)
 
     def start(self, spec: ShardSpec) -> Worker:
-        """An actor, wherever a core is free."""
+        """Return an actor, wherever a core is free."""
         return RayWorker(self._class.remote(sys.path, spec, self._samples))
 
     def prepare(self) -> None:

@@ -46,7 +46,7 @@ def reduce_tree(nodes: Mapping[Node, T], leaves: int, merge: Callable[[T, T], T]
 
 
 def merge_partials(left: Partial, right: Partial) -> Partial:
-    """Two neighbouring subtrees as one; the left one's arrays are used up."""
+    """Return two neighbouring subtrees as one; the left one's arrays are used up."""
     full = None
     if left.full or right.full:
         # A block in which nobody dropped anything has sent all it has.

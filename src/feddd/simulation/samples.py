@@ -53,7 +53,7 @@ class Layout:
         return {name: kind.shape for name, kind in self.inputs.items()}
 
     def fields(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of each array as it lies in memory, the strictest alignment first."""
+        """Return name, type and shape of each array as it lies in memory, the strictest alignment first."""
         found = []
         for part, count in (("train", self.train), ("test", self.test)):
             found.append((f"{part}_targets", self.targets.dtype, (count, *self.targets.shape)))
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all of them."""
         return sum(int(np.prod(shape)) * np.dtype(kind).itemsize for _, kind, shape in self.fields())
 
 
@@ -122,7 +122,7 @@ class SampleArrays:
 
 
 def from_buffer(buffer: Any, layout: Layout) -> SampleArrays:
-    """The arrays that lie in a buffer: anything that NumPy can look into."""
+    """Return the arrays that lie in a buffer: anything that NumPy can look into."""
     arrays: dict[str, NDArray[Any]] = {}
     start = 0
     for name, kind, shape in layout.fields():
@@ -161,7 +161,7 @@ def make_samples(
 
 
 def memory_file(size: int) -> int:
-    """A descriptor of a file without a name, in memory where the system has that; gone with its last user."""
+    """Return a descriptor of a file without a name, in memory where the system has that; gone with its last user."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("feddd-samples")
     else:

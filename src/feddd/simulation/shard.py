@@ -171,7 +171,7 @@ class Shard:
         self._states.clear()
 
     def snapshot(self) -> dict[int, StateArrays]:
-        """What every client keeps, as arrays."""
+        """Return what every client keeps, as arrays."""
         return self._states.snapshot()
 
     def restore(self, snapshot: Mapping[int, StateArrays]) -> None:
@@ -198,7 +198,7 @@ class Shard:
             return ShardResult(tuple(uploads), partials, seconds)
 
     def evaluate(self, model: Arrays) -> dict[int, Evaluation]:
-        """The global model on this shard's test chunks."""
+        """Return the global model on this shard's test chunks."""
         with single_thread():
             network, chunks = self._widths[0].module, self.spec.test_chunks
             return evaluate_chunks(network, _from_arrays(model), self._test_samples, chunks, self.spec.classes)
@@ -219,7 +219,7 @@ class Shard:
         return Known(sent, server or sent, reference, replaced)
 
     def _own_model(self, width: int, global_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The server's values of one sub-model, as far as they travel."""
+        """Return the server's values of one sub-model, as far as they travel."""
         table = self._widths[width].units
         own = slice_model(global_model, self._widths[0].units, table) if width else global_model
         return {slot.name: own[slot.name].to(self.spec.training.device) for slot in table.slots}
@@ -392,7 +392,7 @@ def single_thread() -> Iterator[None]:
 
 
 def to_arrays(params: Mapping[str, Tensor]) -> dict[str, NDArray[np.generic]]:
-    """Tensors as arrays, which travel between processes by value."""
+    """Return tensors as arrays, which travel between processes by value."""
     return {name: tensor.detach().numpy() for name, tensor in params.items()}
 
 

@@ -41,7 +41,7 @@ class Chain:
 
     @property
     def names(self) -> list[str]:
-        """The parameters, in the order of the layers."""
+        """Return the parameters, in the order of the layers."""
         return [
             f"{name}.{local}"
             for name, module in self.modules
@@ -50,7 +50,7 @@ class Chain:
         ]
 
     def layers(self, stack: Params, clients: int, widths: Tensor | None, into: Params) -> list[Layer]:
-        """The layers of the first clients of a stack, working on its memory.
+        """Return the layers of the first clients of a stack, working on its memory.
 
         widths: of all clients, to scale by    into: where the steps go, the stack itself or one like it
         """
@@ -119,7 +119,7 @@ def chain(model: nn.Module) -> Chain:
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether `chain` takes the model."""
+    """Return whether `chain` takes the model."""
     try:
         chain(model)
     except Unfit:
@@ -182,7 +182,7 @@ def _pair(value: int | Pair) -> Pair:
 
 
 def stack_trainer(network: Chain) -> Train:
-    """The same as training each client alone, up to rounding."""
+    """Return the same as training each client alone, up to rounding."""
 
     @torch.no_grad()
     def train(
@@ -234,7 +234,7 @@ def stack_trainer(network: Chain) -> Train:
 
 
 def _update(layers: Sequence[Layer], inputs: Tensor, target: Tensor, weight: Tensor, step: float) -> Tensor:
-    """One step of SGD for every client; labels, the samples' weights and the losses are [clients, batch, 1]."""
+    """Take one step of SGD for every client; labels, the samples' weights and the losses are [clients, batch, 1]."""
     for layer in layers:
         inputs = layer.forward(inputs)
     log_probabilities = inputs.log_softmax(2)
@@ -260,7 +260,7 @@ def _follow(
 
 
 def _load(stack: Tensor, order: Sequence[int]) -> Tensor:
-    """A copy in another order of clients; convolutions with a pixel's channels together."""
+    """Return a copy in another order of clients; convolutions with a pixel's channels together."""
     chosen = stack.index_select(0, torch.tensor(order, device=stack.device))
     if stack.dim() != 5:
         return chosen

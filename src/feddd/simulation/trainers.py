@@ -95,12 +95,12 @@ def check_steps(optimizer: str) -> None:
 
 
 def convolves(model: nn.Module) -> bool:
-    """Whether the model has two-dimensional convolutions, which like a pixel's channels together."""
+    """Return whether the model has two-dimensional convolutions, which like a pixel's channels together."""
     return any(isinstance(layer, nn.Conv2d) for layer in model.modules())
 
 
 def make_trainer(model: nn.Module, table: Units, name: str) -> Trainer:
-    """A trainer by name; the two that train one client at a time use the model as their workbench."""
+    """Return a trainer by name; the two that train one client at a time use the model as their workbench."""
     if name in ("stacked", "channels_last"):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs do not know it
     if name == "stacked":

@@ -109,11 +109,11 @@ class Trained:
     oort_statistic: Floats
 
     def only(self, chosen: NDArray[np.bool_]) -> Trained:
-        """Some of the clients."""
+        """Return some of the clients."""
         return Trained(some(self.after, chosen), self.mean_loss[chosen], self.oort_statistic[chosen])
 
     def finite(self) -> NDArray[np.bool_]:
-        """Which clients may be counted: loss and weights are numbers."""
+        """Return which clients may be counted: loss and weights are numbers."""
         fine = np.isfinite(self.mean_loss)
         for stack in self.after.values():
             rows = stack.flatten(1) if stack.dim() > 1 else stack[:, None]
@@ -139,7 +139,7 @@ class Train(Protocol):
 
 
 def batches(samples: int, training: Training, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """Index arrays of a client's round: every epoch a new order, the last batch as short as it comes."""
+    """Return index arrays of a client's round: every epoch a new order, the last batch as short as it comes."""
     for _ in range(training.epochs):
         order = rng.permutation(samples)
         for start in range(0, samples, training.batch_size):

@@ -30,12 +30,12 @@ WORKER_ENVIRONMENT = {
 
 
 def default_workers() -> int:
-    """One per core that this process may use."""
+    """Return one per core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def receive(connection: Connection) -> Any:
-    """The next message; EOFError if the other end closed, be it in the middle of a message."""
+    """Return the next message; EOFError if the other end closed, be it in the middle of a message."""
     try:
         return connection.recv()
     except OSError as error:
@@ -62,7 +62,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """Return the process's number."""
         return self._process.pid
 
     def send(self, message: object, *, descriptor: int | None = None) -> None:
@@ -72,11 +72,11 @@ class WorkerProcess:
             send_handle(self._connection, descriptor, self._process.pid)
 
     def receive(self) -> Any:
-        """The next message; EOFError or ConnectionError if the process is gone."""
+        """Return the next message; EOFError or ConnectionError if the process is gone."""
         return receive(self._connection)
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Return its exit code, when it has ended."""
         return self._process.wait()
 
     def kill(self) -> None:
@@ -109,7 +109,7 @@ class WorkerPool:
         self.close()
 
     def take(self) -> WorkerProcess:
-        """One that was started before, or a new one."""
+        """Return one that was started before, or a new one."""
         return self._waiting.pop() if self._waiting else WorkerProcess()
 
     def close(self) -> None:

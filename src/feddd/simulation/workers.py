@@ -34,7 +34,7 @@ class Worker(Protocol):
         ...
 
     def finish(self) -> Any:
-        """Its result."""
+        """Return its result."""
         ...
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Backend(Protocol):
     """Starts workers that all see the same samples."""
 
     def start(self, spec: ShardSpec) -> Worker:
-        """A worker with its shard; it may still be building it."""
+        """Return a worker with its shard; it may still be building it."""
         ...
 
     def prepare(self) -> None:
@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """What to hand to `begin` for a value that goes to every worker."""
+        """Return what to hand to `begin` for a value that goes to every worker."""
         ...
 
     def close(self) -> None:
@@ -77,11 +77,11 @@ class InProcess:
         """All is ready."""
 
     def share(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Let go of nothing: there is nothing to close."""
 
 
 class LocalWorker:
@@ -96,11 +96,11 @@ class LocalWorker:
         self._result = getattr(self._shard, method)(*arguments)
 
     def finish(self) -> Any:
-        """What `begin` computed."""
+        """Return what `begin` computed."""
         return self._result
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Let go of nothing: there is nothing to close."""
 
 
 class Processes:
@@ -121,7 +121,7 @@ class Processes:
         self._fill(mapped(self._descriptor, self._layout))
 
     def share(self, value: Any) -> Any:
-        """The value itself: it is sent to each."""
+        """Return the value itself: it is sent to each."""
         return value
 
     def close(self) -> None:
@@ -165,5 +165,5 @@ class ProcessWorker:
 
 
 def mapped(descriptor: int, layout: Layout) -> SampleArrays:
-    """The samples in a memory file; what one process writes, all see."""
+    """Return the samples in a memory file; what one process writes, all see."""
     return from_buffer(mmap.mmap(descriptor, layout.nbytes), layout)

@@ -49,7 +49,7 @@ class FedCS(Memoryless):
             raise ValueError('deadline_seconds belongs to mode "deadline"')
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """The quickest clients, the same every round while the fleet stays as it is."""
+        """Return the quickest clients, the same every round while the fleet stays as it is."""
         fleet = fleet.in_bits(self.value_bits)
         if self.deadline_seconds is not None:
             chosen = np.flatnonzero(fleet.full_seconds <= self.deadline_seconds).tolist()

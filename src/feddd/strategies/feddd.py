@@ -111,7 +111,7 @@ class FedDD:
         return Absences(self.leave_out, self.max_absence)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """Round 1 is full both ways; later ones drop by the rates and download what each client sent last."""
+        """Plan round 1 full both ways, later ones with rates, and with downloads of what each client sent last."""
         fleet = fleet.in_bits(self.value_bits)
         self._check_layers(fleet)
         # A first upload of everything tells the server what models there are; where they are equal it knows.

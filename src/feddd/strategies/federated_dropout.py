@@ -29,7 +29,7 @@ class FederatedDropout(Memoryless):
         check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """A fixed number of each hidden layer's units, uniformly at random."""
+        """Return a fixed number of each hidden layer's units, uniformly at random."""
         table = chain_table(state, fleet)
         layers = hidden_layers(table)
         clients = draw_clients(len(fleet), self.participation, rng)

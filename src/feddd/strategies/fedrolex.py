@@ -20,6 +20,6 @@ class FedRolex(AssignedWidths):
 
 
 def window(count: int, share: float, first: int) -> NDArray[np.bool_]:
-    """So much of a layer's units, from this one on, around the end."""
+    """Return so many of a layer's units, from this one on, around the end."""
     inside: NDArray[np.bool_] = (np.arange(count) - first) % count < units_down(count, share)
     return inside

@@ -39,7 +39,7 @@ class FjORD(Memoryless):
         check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """The first ⌈p · N_l⌉ units of every hidden layer, p uniform over the widths that a client may have."""
+        """Return the first ⌈p · N_l⌉ units of every hidden layer, p uniform over the widths that a client may have."""
         table = chain_table(state, fleet)
         layers = hidden_layers(table)
         most = np.full(len(fleet), max(self.widths))

@@ -95,7 +95,7 @@ class Oort:
         return statistic * self._system_utility(state, fleet)
 
     def utility(self, state: ServerState, fleet: Fleet) -> Floats:
-        """The published utility of every explored client (NaN for the others), before a round."""
+        """Return the published utility of every explored client (NaN for the others), before a round."""
         explored = ~np.isnan(state.oort_statistics)
         statistic = state.samples * state.oort_statistics
         scaled = np.full(len(fleet), np.nan)
@@ -174,7 +174,7 @@ def pace(pacer: Pacer, number: int, gain: float) -> Pacer:
 
 
 def _draw(clients: NDArray[np.int64], weights: Floats, rng: np.random.Generator) -> NDArray[np.int64]:
-    """All clients in a random order without replacement, heavier ones earlier (exponential race)."""
+    """Return all clients in a random order without replacement, heavier ones earlier (exponential race)."""
     with np.errstate(divide="ignore"):
         arrival = rng.exponential(size=len(clients)) / weights
     return clients[np.argsort(arrival, kind="stable")]

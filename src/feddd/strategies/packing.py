@@ -27,7 +27,7 @@ class CannotBeSaved(InputError):
 
 
 def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, none of which share memory with each other, and a document that JSON can hold."""
+    """Return tensors, none of which share memory with each other, and a document that JSON can hold."""
     first: dict[int, str] = {}
     tensors = {}
     reference = state.reference
@@ -50,7 +50,7 @@ def pack_state(state: ServerState) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def unpack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any], like: Mapping[str, Tensor]) -> ServerState:
-    """The inverse, or one of MALFORMED; `like` is the model that it has to fit."""
+    """Return the inverse, or one of MALFORMED; `like` is the model that it has to fit."""
     number = document["round"]
     expect(type(number) is int and number >= 0, "round")
     masks = tuple(None if mask is None else bytes.fromhex(mask) for mask in document["masks"])
@@ -103,7 +103,7 @@ def _vectors(found: Any, like: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
 
 
 def _model(prefix: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the same order and memory layout, so that whatever is computed from it is the same to the bit."""
+    """Return a model in the same order and memory layout, so that what is computed from it is the same to the bit."""
     model = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if _form(model) != _form(like):
         raise ValueError("belongs to another model")

@@ -88,7 +88,7 @@ class Fleet:
 
     @property
     def heterogeneous(self) -> bool:
-        """Whether local models differ in size."""
+        """Return whether local models differ in size."""
         return bool((self.droppable_bits != self.droppable_bits[0]).any())
 
 
@@ -99,7 +99,7 @@ def make_fleet(
     tables: Sequence[Units],
     global_table: Units,
 ) -> Fleet:
-    """Links, devices and model sizes as a strategy sees them; tables: each client's layer table."""
+    """Return links, devices and model sizes as a strategy sees them; tables: each client's layer table."""
     layers = [{layer.name: 8.0 * VALUE_BYTES * layer.elements for layer in table.layers} for table in tables]
     return Fleet(
         uplink_bits_per_s=uplink_bits_per_s,
@@ -284,18 +284,18 @@ class Strategy(Protocol):
     """A method. Both calls are pure: the same arguments give the same result."""
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """The coming round; rng is the round's own generator."""
+        """Return the coming round; rng is the round's own generator."""
         ...
 
     def absorb(
         self, state: ServerState, fleet: Fleet, plan: Plan, uploads: Sequence[Upload], model: Mapping[str, Tensor]
     ) -> ServerState:
-        """The state after a round; model: the masked average of the uploads that count."""
+        """Return the state after a round; model: the masked average of the uploads that count."""
         ...
 
 
 def start(model: Mapping[str, Tensor], clients: int) -> ServerState:
-    """The state before round 1."""
+    """Return the state before round 1."""
     return ServerState(0, model, ClientTable.unknown(clients))
 
 
@@ -330,7 +330,7 @@ def digest(
 
 
 def download_shares(state: ServerState, everything: NDArray[np.bool_]) -> Floats:
-    """The share of each client's model that its next download holds: `everything`, or what it sent last."""
+    """Return the share of each client's model that its next download holds: `everything`, or what it sent last."""
     unknown = np.isnan(state.kept_shares) | (state.clients["masks"] == None)  # noqa: E711
     return np.where(everything | unknown, 1.0, state.kept_shares)
 
@@ -358,7 +358,7 @@ def check_share(name: str, share: float) -> None:
 
 
 def draw_clients(clients: int, share: float, rng: np.random.Generator) -> list[int]:
-    """A share of the clients, halves up and at least one, at random without replacement."""
+    """Return a share of the clients, halves up and at least one, at random without replacement."""
     count = max(1, math.floor(share * clients + 0.5))
     return list(range(clients)) if count == clients else rng.choice(clients, count, replace=False).tolist()
 
@@ -366,13 +366,13 @@ def draw_clients(clients: int, share: float, rng: np.random.Generator) -> list[i
 def full_model_plan(
     state: ServerState, clients: Sequence[int], bits: int = FLOAT_BITS, *, feedback: Feedback = "none"
 ) -> Plan:
-    """A round of full models both ways for the chosen clients."""
+    """Return a round of full models both ways for the chosen clients."""
     up, down = chain(*value_stages(bits, feedback)), download(None, bits, broadcast=True)
     return Plan(state.round + 1, tuple(Task(client, up, down) for client in sorted(clients)), broadcast=True)
 
 
 def value_stages(bits: int, feedback: Feedback, *between: Stage) -> tuple[Stage, ...]:
-    """The stages of an upload in so many bits a value, with others between the differences and the rounding."""
+    """Return the stages of an upload in so many bits a value, with others between the differences and the rounding."""
     if bits == FLOAT_BITS:
         return between
     if feedback == "none":
@@ -382,7 +382,7 @@ def value_stages(bits: int, feedback: Feedback, *between: Stage) -> tuple[Stage,
 
 
 def download(mask: bytes | None, bits: int, *, broadcast: bool) -> Down:
-    """What a client is sent in so many bits a value: all of its model, or the units of a mask."""
+    """Return what a client is sent in so many bits a value: all of its model, or the units of a mask."""
     return Values(mask) if bits == FLOAT_BITS else Moves(mask, chain(Bits(bits)), broadcast)
 
 

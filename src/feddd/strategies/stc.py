@@ -29,7 +29,7 @@ class STC(Memoryless):
         check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """What the server's model has moved goes down; the clients' updates go up, both ternary."""
+        """Return what the server's model has moved goes down; the clients' updates go up, both ternary."""
         if fleet.heterogeneous:
             raise ValueError("stc sends everybody the same difference: not to models that differ in width")
         clients = sorted(draw_clients(len(fleet), self.participation, rng))

@@ -102,13 +102,13 @@ def units_down(count: int, share: float) -> int:
 
 
 def first_units(count: int, share: float) -> NDArray[np.bool_]:
-    """The first ⌈share · N_l⌉ units of a layer; count: N_l."""
+    """Return the first ⌈share · N_l⌉ units of a layer; count: N_l."""
     first: NDArray[np.bool_] = np.arange(count) < units_up(count, share)
     return first
 
 
 def chain_table(state: ServerState, fleet: Fleet) -> Units:
-    """The layer table of the model, if its sub-models are networks."""
+    """Return the layer table of the model, if its sub-models are networks."""
     if fleet.heterogeneous:
         raise ValueError("sub-models are cut from one model for all: not of models that differ in width")
     table = units(state.model)
@@ -124,7 +124,7 @@ def hidden_layers(table: Units) -> dict[str, int]:
 def submodel_plan(
     state: ServerState, table: Units, chosen: Mapping[int, Chosen], scalers: Floats | None = None
 ) -> Plan:
-    """A round in which each client has the units chosen for it; scalers: of each client, see `Scaler`."""
+    """Return a round in which each client has the units chosen for it; scalers: of each client, see `Scaler`."""
     clients, output = sorted(chosen), table.layers[-1]
     masks = {
         name: torch.from_numpy(np.stack([chosen[client][name] for client in clients])) for name in hidden_layers(table)

@@ -26,7 +26,7 @@ class TopK(Memoryless):
         check_share("participation", self.participation)
 
     def plan(self, state: ServerState, fleet: Fleet, rng: np.random.Generator) -> Plan:
-        """The full model down, the k greatest elements up."""
+        """Return the full model down, the k greatest elements up."""
         clients = sorted(draw_clients(len(fleet), self.participation, rng))
         up = chain(Difference(), ErrorFeedback(), Greatest(self.share))
         return Plan(state.round + 1, tuple(Task(client, up) for client in clients))

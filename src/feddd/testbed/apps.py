@@ -49,7 +49,7 @@ def _of(context: Context) -> tuple[Experiment, World]:
 
 
 def build_model(world: World, width: int = 0) -> torch.nn.Module:
-    """The network of the experiment, or one of its sub-models, as the simulator starts it."""
+    """Return the network of the experiment, or one of its sub-models, as the simulator starts it."""
     return world.build_model(width)
 
 
@@ -93,7 +93,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def links_of(world: World) -> FixedLinks:
-    """What the simulator knows about its fleet."""
+    """Return what the simulator knows about its fleet."""
     devices = world.devices
     rows = zip(devices.uplink_bits_per_s, devices.downlink_bits_per_s, devices.compute_seconds, strict=True)
     return FixedLinks(
@@ -115,7 +115,7 @@ def _evaluate(world: World, module: torch.nn.Module, arrays: ArrayRecord) -> dic
 
 
 def _line(facts: RoundFacts, evaluation: dict[str, Any]) -> dict[str, Any]:
-    """A round as JSON; what is not known is null."""
+    """Return a round as JSON; what is not known is null."""
     return {
         "round": facts.round,
         "seconds": facts.seconds,
@@ -174,7 +174,7 @@ def train_fn(message: Message, context: Context) -> Message:
 def train_client(
     world: World, client: int, number: int, state: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, int | float | list[int] | list[float]]]:
-    """The reference loop on one client's samples, with the simulator's batches of this round; model and metrics.
+    """Return the reference loop on one client's samples, with the simulator's batches of this round; model and metrics.
 
     config: may ask for a scaler of hidden layers or a proximal term, which the metrics confirm
     """

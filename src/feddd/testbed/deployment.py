@@ -120,7 +120,7 @@ class Deployment:
         return self._processes[name].poll()
 
     def flwr(self, *arguments: str, timeout: float = 120.0) -> str:
-        """A command of Flower's own command line; its output."""
+        """Return a command of Flower's own command line; its output."""
         done = subprocess.run(
             self.wrap(-1, [_tool("flwr"), *arguments]),
             env=self.environment,
@@ -144,16 +144,16 @@ class Deployment:
         return int(answer["run-id"])
 
     def status(self, run: int) -> str:
-        """What Flower says of a run: "running", "finished:completed", …"""
+        """Return what Flower says of a run: "running", "finished:completed", …"""
         answer = json.loads(self.flwr("list", CONNECTION, "--run-id", str(run), "--format", "json"))
         return str(answer["runs"][0]["status"])
 
     def run_log(self, run: int) -> str:
-        """What the run's server app has said."""
+        """Return what the run's server app has said."""
         return self.flwr("log", str(run), CONNECTION, "--show")
 
     def log(self, name: str) -> str:
-        """What a process has said so far."""
+        """Return what a process has said so far."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -207,14 +207,14 @@ class Deployment:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """Return a port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _tool(name: str) -> str:
-    """A command of the environment that this Python belongs to."""
+    """Return a command of the environment that this Python belongs to."""
     return str(Path(sys.executable).parent / name)
 
 

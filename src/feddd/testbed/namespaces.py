@@ -54,15 +54,15 @@ class Network:
         self.close()
 
     def namespace(self, client: int) -> str:
-        """The namespace of a client; −1 is the server's."""
+        """Return the namespace of a client; −1 is the server's."""
         return f"{self.name}-server" if client < 0 else f"{self.name}-{client}"
 
     def wrap(self, client: int, command: Sequence[str]) -> list[str]:
-        """The command, inside that namespace."""
+        """Return the command, inside that namespace."""
         return ["ip", "netns", "exec", self.namespace(client), *command]
 
     def traffic(self, client: int) -> Traffic:
-        """What has passed so far."""
+        """Return what has passed so far."""
         answer = json.loads(_run("ip", "-n", self.namespace(client), "-s", "-j", "link", "show", "cable"))
         counters = answer[0]["stats64"]
         return Traffic(int(counters["tx"]["bytes"]), int(counters["rx"]["bytes"]))

@@ -49,7 +49,7 @@ class Reaper:
 
 
 def left_over(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """What was to be watched and not forgotten, in the order in which it came."""
+    """Return what was to be watched and not forgotten, in the order in which it came."""
     watched: dict[tuple[str, str], None] = {}
     for line in lines:
         verb, kind, name = line.split()

@@ -168,7 +168,7 @@ def _run_strategy(
 
 
 def record_of(document: dict[str, Any]) -> RoundRecord:
-    """A line of rounds.jsonl as the record that tables take; what a deployment cannot see is not a number."""
+    """Return a line of rounds.jsonl as the record that tables take; what a deployment cannot see is not a number."""
     rows = []
     for client in document["clients"]:
         upload = Upload(

@@ -35,7 +35,7 @@ def check_chain(table: Units) -> None:
 
 
 def element_masks(masks: Mapping[str, Tensor], table: Units) -> dict[str, Tensor]:
-    """The elements of each sub-model, bool [clients, *shape]; masks: its units, [clients, units] per layer."""
+    """Return the elements of each sub-model, bool [clients, *shape]; masks: its units, [clients, units] per layer."""
     found = {}
     for layer, below in _with_below(table):
         rows = masks[layer.name]
@@ -53,7 +53,7 @@ def element_masks(masks: Mapping[str, Tensor], table: Units) -> dict[str, Tensor
 
 
 def block_elements(masks: Mapping[str, Tensor], table: Units) -> NDArray[np.int64]:
-    """How many numbers each sub-model has, [clients]."""
+    """Return how many numbers each sub-model has, [clients]."""
     total = np.zeros(len(next(iter(masks.values()))), np.int64)
     for layer, below in _with_below(table):
         rows = masks[layer.name].sum(1).numpy()

@@ -36,36 +36,36 @@ class Values:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What all downloads of a round must have in common: nothing."""
+        """Return what all downloads of a round must have in common: nothing."""
         return ()
 
     @property
     def known(self) -> bool:
-        """Whether the server knows all that the client begins the round with."""
+        """Return whether the server knows all that the client begins the round with."""
         return self.mask is None
 
     @property
     def sub_model(self) -> bytes | None:
-        """The units of the sub-model that is sent: it is not one."""
+        """Return the units of the sub-model that is sent: it is not one."""
         return None
 
     @property
     def builds_on_last(self) -> bool:
-        """Whether the download builds on what the client kept of its last upload."""
+        """Return whether the download builds on what the client kept of its last upload."""
         return self.mask is not None
 
     def whole(self) -> Values:
-        """The same for a client that holds nothing that a mask could build on."""
+        """Return the same for a client that holds nothing that a mask could build on."""
         return dataclasses.replace(self, mask=None)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What clients must have in common to run as one stack."""
+        """Return what clients must have in common to run as one stack."""
         return ("values",)
 
     @property
     def line(self) -> Chain:
-        """The chain that writes the values."""
+        """Return the chain that writes the values."""
         return chain() if self.mask is None else chain(Given(self.mask))
 
     def local(
@@ -93,36 +93,36 @@ class SubModel:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What all downloads of a round must have in common: nothing."""
+        """Return what all downloads of a round must have in common: nothing."""
         return ()
 
     @property
     def known(self) -> bool:
-        """Whether the server knows all that the client begins the round with: zeros are not what it has."""
+        """Return whether the server knows all that the client begins the round with: zeros are not what it has."""
         return False
 
     @property
     def sub_model(self) -> bytes | None:
-        """The units of the sub-model."""
+        """Return the units of the sub-model."""
         return self.mask
 
     @property
     def builds_on_last(self) -> bool:
-        """Whether the download builds on what the client kept: it does not."""
+        """Return whether the download builds on what the client kept: it does not."""
         return False
 
     def whole(self) -> SubModel:
-        """The same: it builds on nothing."""
+        """Return the same: it builds on nothing."""
         return self
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What clients must have in common to run as one stack."""
+        """Return what clients must have in common to run as one stack."""
         return ("sub-model",)
 
     @property
     def line(self) -> Chain:
-        """The chain that writes the values."""
+        """Return the chain that writes the values."""
         return chain(Blocks(self.mask or b""))
 
     def local(
@@ -150,7 +150,7 @@ class Moves(Values):
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What all downloads of a round must have in common: the move."""
+        """Return what all downloads of a round must have in common: the move."""
         return self.coding, self.broadcast
 
     @property
@@ -160,7 +160,7 @@ class Moves(Values):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What clients must have in common to run as one stack."""
+        """Return what clients must have in common to run as one stack."""
         return ("moves", self.coding.kind)
 
 

@@ -45,7 +45,7 @@ class Chain:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What clients must have in common to run as one stack: everything but the stages' `each`."""
+        """Return what clients must have in common to run as one stack: everything but the stages' `each`."""
         return tuple((type(stage), *_settings(stage)) for stage in self.stages)
 
     @cached_property

@@ -43,7 +43,7 @@ class PayloadError(ValueError):
 
 
 def payload_head(table: Units, encoding: int = FLOAT32, tag: int = 0) -> bytes:
-    """The header of a payload of this model; tag: sixteen bits that tell chains without an encoding apart."""
+    """Return the header of a payload of this model; tag: sixteen bits that tell chains without an encoding apart."""
     return _HEADER.pack(MAGIC, VERSION, encoding, tag, table.digest)
 
 
@@ -66,7 +66,7 @@ def check_head(data: bytes | memoryview, wanted: bytes, table: Units) -> None:
 
 
 def write_units(params: Params, mask: Mapping[str, Tensor], table: Units) -> bytes:
-    """The kept units of a model as they are; ValueError for a finite number that float32 cannot hold."""
+    """Return the kept units of a model as they are; ValueError for a finite number that float32 cannot hold."""
     # The values are gathered right into the bytes that are returned: a copy would cost more than the gathering.
     buffer = io.BytesIO()
     buffer.write(payload_head(table) + pack_mask(mask, table))
@@ -102,12 +102,12 @@ def fixed_bytes(table: Units) -> int:
 
 
 def droppable_bytes(table: Units) -> int:
-    """The values that a mask can leave out: U_n in bytes."""
+    """Return the values that a mask can leave out: U_n in bytes."""
     return VALUE_BYTES * table.droppable_elements
 
 
 def coverage_size(table: Units) -> int:
-    """Bytes of a message that tells a client CR(k): the same header, then one float32 per unit of its model."""
+    """Return the bytes of a message that tells CR(k): the same header, then one float32 per unit of its model."""
     return _HEADER.size + VALUE_BYTES * table.total_units
 
 
@@ -118,7 +118,7 @@ def encode_coverage(share: Mapping[str, Tensor], table: Units) -> bytes:
 
 
 def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
-    """The inverse of `encode_coverage`; shares lie above 0 and at most at 1."""
+    """Return the inverse of `encode_coverage`; shares lie above 0 and at most at 1."""
     if len(data) != coverage_size(table) or data[: _HEADER.size] != payload_head(table):
         raise PayloadError("this is not the coverage of this model's units")
     flat = torch.from_numpy(np.frombuffer(data, dtype="<f4", offset=_HEADER.size).astype(np.float32)).double()
@@ -128,7 +128,7 @@ def decode_coverage(data: bytes, table: Units) -> dict[str, Tensor]:
 
 
 def unit_payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int64]:
-    """The payloads of several packed masks with values as they are."""
+    """Return the payloads of several packed masks with values as they are."""
     per_unit = np.repeat([x.unit_elements for x in table.layers], [x.units for x in table.layers])
     kept = _unpacked(packed)[:, : table.total_units].astype(np.int64)
     sizes: NDArray[np.int64] = fixed_bytes(table) + VALUE_BYTES * (kept @ per_unit.astype(np.int64))
@@ -136,7 +136,7 @@ def unit_payload_sizes(packed: Sequence[bytes], table: Units) -> NDArray[np.int6
 
 
 def pack_mask(mask: Mapping[str, Tensor], table: Units) -> bytes:
-    """A bit per unit, layer by layer, zero-padded to a multiple of four bytes."""
+    """Return a bit per unit, layer by layer, zero-padded to a multiple of four bytes."""
     return pack_masks({name: units[None] for name, units in mask.items()}, table)[0]
 
 
@@ -150,12 +150,12 @@ def pack_masks(masks: Mapping[str, Tensor], table: Units) -> list[bytes]:
 
 
 def unpack_mask(data: bytes, table: Units) -> Mask:
-    """The inverse of `pack_mask`; a padding bit that is set is refused."""
+    """Return the inverse of `pack_mask`; a padding bit that is set is refused."""
     return {name: mask[0] for name, mask in unpack_masks([data], table).items()}
 
 
 def unpack_masks(packed: Sequence[bytes], table: Units) -> Mask:
-    """The inverse of `pack_masks`, a stack."""
+    """Return the inverse of `pack_masks`, a stack."""
     wrong = next((len(data) for data in packed if len(data) != mask_bytes(table)), None)
     if wrong is not None:
         raise PayloadError(f"a mask of {table.total_units} units has {mask_bytes(table)} bytes, not {wrong}")

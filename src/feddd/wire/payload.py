@@ -26,7 +26,7 @@ def encode(
     bits: int = FLOAT_BITS,
     rng: np.random.Generator | None = None,
 ) -> bytes:
-    """The kept units of `params` as bytes; integer tensors are not sent.
+    """Return the kept units of `params` as bytes; integer tensors are not sent.
 
     bits: 32 for the values as they are; 8, 4 or 2 to round them at random, with `rng`, to so many bits
     ValueError for a finite number that float32 cannot hold; what is not finite travels as it is.
@@ -50,7 +50,7 @@ def decode(
     finite: bool = False,
     bits: int = FLOAT_BITS,
 ) -> tuple[dict[str, Tensor], Mask]:
-    """What `encode` was given: dense values, zero where the mask is false, and the mask.
+    """Return what `encode` was given: dense values, zero where the mask is false, and the mask.
 
     like: the receiver's own parameters (names, shapes, dtypes)    finite: also refuse values that are not finite
     bits: as the sender was told; a payload in another encoding is refused

@@ -69,7 +69,7 @@ def quantise_stack(stack: Params, units: Units, bits: int, rngs: Sequence[np.ran
 
 
 def units_at_once(numbers: Sequence[Tensor]) -> int:
-    """How many units of a layer fit a core's cache; numbers: by tensor, [units, numbers of a unit]."""
+    """Return how many units of a layer fit a core's cache; numbers: by tensor, [units, numbers of a unit]."""
     return max(1, _BLOCK // sum(rows.shape[1] for rows in numbers))
 
 
@@ -113,7 +113,7 @@ def draw_noise(rngs: Sequence[np.random.Generator] | None, clients: int, units: 
 
 
 def dequantise(coded: Coded, units: Units) -> dict[str, Tensor]:
-    """The numbers that the codes stand for."""
+    """Return the numbers that the codes stand for."""
     values = {slot.name: coded.codes[slot.name] for slot in units.fixed}
     for layer in units.layers:
         scale = coded.scales[layer.name].unsqueeze(2)
@@ -137,7 +137,7 @@ def pack_codes(codes: NDArray[np.float32], bits: int) -> bytes:
 
 
 def unpack_codes(data: bytes | memoryview, count: int, bits: int) -> NDArray[np.float32]:
-    """The inverse of `pack_codes`, as float32; ValueError for a code or a padding bit that is never written."""
+    """Return the inverse of `pack_codes`, as float32; ValueError for a code or a padding bit that is never written."""
     packed = np.frombuffer(data, np.uint8)
     if bits == 8:
         whole = packed.astype(np.int8)

@@ -63,7 +63,7 @@ class Select(_Masked):
         ranking_of(self.score)
 
     def encode(self, update: Update, states: list[ClientState], at: At, each: Each) -> tuple[Update, list[ClientState]]:
-        """Score the units by what training did to them, whatever the numbers on their way are by now."""
+        """Return score the units by what training did to them, whatever the numbers on their way are by now."""
         rngs = at.rngs("selection") if ranking_of(self.score).draws else None
         masks = select_stack(
             at.before,

@@ -25,7 +25,7 @@ def greatest_count(elements: int, share: float) -> int:
 
 
 def greatest_places(vector: Vector, count: int) -> NDArray[np.int64]:
-    """Where the elements of greatest magnitude are, ascending; of equal ones the first."""
+    """Return where the elements of greatest magnitude are, ascending; of equal ones the first."""
     size = np.abs(vector)
     least = np.partition(size, len(size) - count)[len(size) - count]
     taken = size > least
@@ -47,7 +47,7 @@ def golomb_bits(count: int, elements: int) -> int:
 
 
 def encode_places(places: NDArray[np.int64], elements: int) -> bytes:
-    """The gaps between ascending places, Golomb-coded, zero-padded to a byte."""
+    """Return the gaps between ascending places, Golomb-coded, zero-padded to a byte."""
     gaps, bits = np.diff(places, prepend=-1) - 1, golomb_bits(len(places), elements)
     quotients = gaps >> bits
     ends = np.cumsum(quotients + 1 + bits)

@@ -74,17 +74,17 @@ class ImageDataset(Dataset):
 
     @property
     def scale(self) -> NDArray[np.float32]:
-        """What a pixel is multiplied with, [channels]."""
+        """Return what a pixel is multiplied with, [channels]."""
         return (1.0 / (255.0 * np.array(self.deviation))).astype(np.float32)
 
     @property
     def shift(self) -> NDArray[np.float32]:
-        """What is added then, [channels]."""
+        """Return what is added then, [channels]."""
         shift: NDArray[np.float32] = (-np.array(self.mean) / np.array(self.deviation)).astype(np.float32)
         return shift
 
     def inputs(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """What a network sees of images: pixels in [0, 1], standardised per channel."""
+        """Return what a network sees of images: pixels in [0, 1], standardised per channel."""
         scaled = images.astype(np.float32) * self.scale[:, None, None]
         standardised: NDArray[np.float32] = scaled + self.shift[:, None, None]
         return standardised
@@ -121,7 +121,7 @@ class Spec:
 
     @property
     def files(self) -> list[StoredFile]:
-        """Every file the data set consists of."""
+        """Return every file the data set consists of."""
         return [StoredFile(name, *self._size_and_header(name), digest) for name, digest in self.sha256.items()]
 
     def _size_and_header(self, name: str) -> tuple[int, bytes]:
@@ -245,31 +245,31 @@ def load_images(name: str, data_dir: Path | None = None, *, verify: bool = True)
 
 
 def spec_of(name: str) -> Spec:
-    """How the named data set is stored; an unknown name is an error that suggests the nearest known one."""
+    """Return how the named data set is stored; an unknown name is an error that suggests the nearest known one."""
     if name in SPECS:
         return SPECS[name]
     raise InputError(f"unknown data set {name!r}; {nearest(name.lower(), SPECS)}")
 
 
 def is_bundled(name: str) -> bool:
-    """Whether the data set ships with the package and needs no folder."""
+    """Return whether the data set ships with the package and needs no folder."""
     return name == _BUNDLED
 
 
 def search_folders(data_dir: Path | None = None) -> list[Path]:
-    """The folders data is looked for in, first come first served; the first is also where a fetch puts it."""
+    """Return the folders data is looked for in, first come first served; the first is also where a fetch puts it."""
     given = [data_dir] if data_dir is not None else []
     named = [Path(os.environ["FEDDD_DATA"]).expanduser()] if os.environ.get("FEDDD_DATA") else []
     return [*given, *named, user_cache()]
 
 
 def holds(spec: Spec, folder: Path) -> bool:
-    """Whether any file of the data set is there: an incomplete one is to be reported, not passed over."""
+    """Return whether any file of the data set is there: an incomplete one is to be reported, not passed over."""
     return any(os.path.exists(folder / name) for name in spec.sha256)  # unlike Path.exists, False without permission
 
 
 def defect(spec: Spec, folder: Path, *, verify: bool = True) -> str | None:
-    """What is wrong with the files of a data set, beginning with the file's name; None if nothing is."""
+    """Return what is wrong with the files of a data set, beginning with the file's name; None if nothing is."""
     for expected in spec.files:
         try:
             with open(folder / expected.name, "rb", opener=_without_waiting) as stream:

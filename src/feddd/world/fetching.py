@@ -115,7 +115,7 @@ def _sync(path: Path) -> None:
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that do not exist yet, deepest first."""
+    """Return the folder and those above it that do not exist yet, deepest first."""
     return [path for path in (folder, *folder.parents) if not os.path.exists(path)]
 
 
@@ -260,7 +260,7 @@ class _Bounded:
         self._left = MOST_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
-        """The next bytes, at most so many."""
+        """Return the next bytes, at most so many."""
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:

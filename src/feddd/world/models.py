@@ -66,19 +66,19 @@ cross-entropy: the gradients are those of a softmax of a softmax."""
 
 
 def widths(name: str) -> int:
-    """How many sub-models a name stands for; 0 is the global model."""
+    """Return how many sub-models a name stands for; 0 is the global model."""
     base = _split(name)[0]
     return len(NETWORKS[base][2]) if known(name) and base in NETWORKS else 1
 
 
 def known(name: str) -> bool:
-    """Whether this is one of our networks, perhaps narrowed: "mlp", "heterogeneous-a/4", "mlp+softmax"."""
+    """Return whether this is one of our networks, perhaps narrowed: "mlp", "heterogeneous-a/4", "mlp+softmax"."""
     base, divisor = _split(name)
     return base in MODELS and divisor >= 1
 
 
 def _split(name: str) -> tuple[str, int]:
-    """A network's name and what its widths are divided by; 0 for what is no such number."""
+    """Return a network's name and what its widths are divided by; 0 for what is no such number."""
     base, slash, divisor = name.removesuffix(SOFTMAX).partition("/")
     return base, (int(divisor) if divisor.isascii() and divisor.isdigit() else 0) if slash else 1
 
@@ -174,7 +174,7 @@ def import_from(folder: Path) -> None:
 
 
 def import_folder(path: str) -> Path | None:
-    """The folder in which the package of "package.module:function" was found; None if it was not imported."""
+    """Return the folder in which the package of "package.module:function" was found; None if it was not imported."""
     package, _, _ = path.partition(":")[0].partition(".")
     module = sys.modules.get(package)
     source = next(iter(getattr(module, "__path__", ())), getattr(module, "__file__", None))
@@ -182,7 +182,7 @@ def import_folder(path: str) -> Path | None:
 
 
 def import_object(path: str) -> Callable[..., Any]:
-    """What "package.module:function" names; modules of the current folder are found too."""
+    """Return what "package.module:function" names; modules of the current folder are found too."""
     module_name, _, attribute = path.partition(":")
     current = os.getcwd()
     if current not in sys.path:

@@ -75,7 +75,7 @@ def partition(
 
 
 def label_counts(labels: Indices, parts: list[Indices], classes: int) -> Indices:
-    """How many samples of each class each client has: [clients, classes]."""
+    """Return how many samples of each class each client has: [clients, classes]."""
     client = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     label = labels[np.concatenate(parts)] if parts else np.empty(0, np.int64)
     return np.bincount(client * classes + label, minlength=len(parts) * classes).reshape(len(parts), classes)

@@ -22,7 +22,7 @@ _COARSE = 4  # a pattern is so many random values a side, drawn apart
 
 @functools.cache
 def make(name: str) -> ImageDataset:
-    """The data set of this name; always the same one."""
+    """Return the data set of this name; always the same one."""
     shape = SHAPES[name]
     patterns = _patterns(shape)
     (train_images, train_labels), (test_images, test_labels) = (

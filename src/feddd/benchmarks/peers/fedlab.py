@@ -35,11 +35,11 @@ class Clients(FedDataset):
         self.datasets = [TensorDataset(*shard) for shard in shards]
 
     def get_dataset(self, id: int, type: str = "train") -> TensorDataset:
-        """The samples of one client."""
+        """Return the samples of one client."""
         return self.datasets[id]
 
     def get_dataloader(self, id: int, batch_size: int, type: str = "train") -> DataLoader:
-        """Its batches in a new random order."""
+        """Return its batches in a new random order."""
         return DataLoader(self.get_dataset(id, type), batch_size=batch_size, shuffle=True)
 
 
@@ -51,7 +51,7 @@ class Pipeline(StandalonePipeline):
 
 
 def build(folder: Path, layers: int) -> nn.Sequential:
-    """The network with its initial weights."""
+    """Return the network with its initial weights."""
     modules: list[nn.Module] = []
     for i in range(layers):
         weight, bias = (torch.from_numpy(np.load(folder / f"{kind}{i}.npy")) for kind in ("weight", "bias"))

@@ -36,14 +36,14 @@ client_app = ClientApp()
 
 @cache
 def load(folder: str) -> tuple[Tensor, Tensor]:
-    """Images and labels of all clients, mapped once per process."""
+    """Return images and labels of all clients, mapped once per process."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to them
     images, labels = (np.load(Path(folder, f"{name}.npy"), mmap_mode="r") for name in ("images", "labels"))
     return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 def build(state: dict[str, Tensor]) -> nn.Sequential:
-    """The network with these weights and biases."""
+    """Return the network with these weights and biases."""
     modules: list[nn.Module] = []
     for weight in list(state.values())[::2]:
         modules += [nn.Linear(weight.shape[1], weight.shape[0]), nn.ReLU()]
@@ -62,7 +62,7 @@ def prepare(message: Message, context: Context) -> Message:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One epoch of SGD of one client."""
+    """Run one epoch of SGD of one client."""
     torch.set_num_threads(1)
     config = message.content["config"]
     images, labels = load(config["folder"])

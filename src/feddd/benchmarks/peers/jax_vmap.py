@@ -31,14 +31,14 @@ def cross_entropy(parameters: Parameters, images: jax.Array, labels: jax.Array) 
 
 
 def mean_loss(parameters: Parameters, images: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
-    """Mean over the samples that count; `counts` is 0 for the padding of a short batch and 1 otherwise."""
+    """Return the mean over the samples that count; `counts` is 0 for the padding of a short batch and 1 otherwise."""
     return (cross_entropy(parameters, images, labels) * counts).sum() / counts.sum()
 
 
 def train(
     learning_rate: float, parameters: Parameters, images: jax.Array, labels: jax.Array, order: jax.Array
 ) -> Parameters:
-    """One epoch of SGD of one client; row b of `order` are the samples of batch b, -1 where it is short."""
+    """Run one epoch of SGD of one client; row b of `order` are the samples of batch b, -1 where it is short."""
 
     def step(parameters: Parameters, batch: jax.Array) -> tuple[Parameters, None]:
         counts = (batch >= 0).astype(images.dtype)
@@ -52,13 +52,13 @@ def train(
 def one_round(
     learning_rate: float, parameters: Parameters, images: jax.Array, labels: jax.Array, orders: jax.Array
 ) -> Parameters:
-    """All clients train from the same parameters; the mean of what they come to."""
+    """Train all clients from the same parameters; return the mean of what they come to."""
     trained = jax.vmap(partial(train, learning_rate), in_axes=(None, 0, 0, 0))(parameters, images, labels, orders)
     return jax.tree.map(lambda values: values.mean(axis=0), trained)
 
 
 def draw(generator: np.random.Generator, clients: int, samples: int, batch_size: int) -> np.ndarray[Any, Any]:
-    """A new order of the samples of every client: clients × batches × batch size, filled up with -1."""
+    """Return a new order of the samples of every client: clients × batches × batch size, filled up with -1."""
     orders = np.tile(np.arange(samples, dtype=np.int32), (clients, 1))
     generator.permuted(orders, axis=1, out=orders)
     padded = np.pad(orders, ((0, 0), (0, -samples % batch_size)), constant_values=-1)

@@ -37,17 +37,17 @@ class Network(nn.Sequential):
     """A network with the two functions pfl asks for."""
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """What training minimises."""
+        """Return what training minimises."""
         return nn.functional.cross_entropy(self(images), labels)
 
     @torch.no_grad()
     def metrics(self, images: Tensor, labels: Tensor) -> dict[str, Any]:
-        """What evaluation reports; never asked for here."""
+        """Return what evaluation reports; never asked for here."""
         return {"loss": Weighted(self.loss(images, labels).item() * len(labels), len(labels))}
 
 
 def build(folder: Path, layers: int) -> Network:
-    """The network with its initial weights."""
+    """Return the network with its initial weights."""
     modules: list[nn.Module] = []
     for i in range(layers):
         weight, bias = (torch.from_numpy(np.load(folder / f"{kind}{i}.npy")) for kind in ("weight", "bias"))
@@ -68,7 +68,7 @@ def main() -> None:
     images, labels = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("images", "labels"))
 
     def user(client: int) -> PyTorchTensorDataset:
-        """The samples of one client in a new random order."""
+        """Return the samples of one client in a new random order."""
         order = client * samples + torch.randperm(samples)
         return PyTorchTensorDataset((images[order], labels[order]), user_id=str(client))
 
