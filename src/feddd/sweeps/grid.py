@@ -15,6 +15,7 @@ from feddd.errors import InputError
 from feddd.experiments.cells import Cell, cells
 from feddd.experiments.config import UNNAMED, Experiment, parse_experiment
 from feddd.experiments.loading import set_key, toml_value
+from feddd.world.objectives import LOSSES, METRICS
 
 MOST_RUNS = 10_000
 """More combinations and seeds are a slip of the keyboard."""
@@ -100,8 +101,17 @@ def _changed(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Experi
 def document_of(experiment: Experiment) -> dict[str, Any]:
     """The experiment as it was written, without the defaults that another value of a key may rule out."""
     given = experiment.model_dump(exclude_unset=True, exclude_none=True)
+    if experiment.task is not None:
+        given["task"] = _bare(given["task"])
     whole = experiment.model_dump(include={"name", "strategy"}, exclude_none=True)
     return tomllib.loads(tomli_w.dumps(whole | given))
+
+
+def _bare(task: Mapping[str, Any]) -> dict[str, Any]:
+    """A task without what follows from its loss or its metric."""
+    metric, loss = task["metric"], task.get("loss", "cross-entropy")
+    follows = {"higher_is_better": metric in METRICS, "metric": LOSSES.get(loss) == metric}
+    return {key: value for key, value in task.items() if not follows.get(key)}
 
 
 def parse_axis(text: str) -> Axis:

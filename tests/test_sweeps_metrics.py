@@ -1,0 +1,110 @@
+"""Sweeps over problems of one's own: they speak of the run's metric, go on, and do not mix other data in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import feddd
+from feddd.experiments.config import parse_experiment
+from feddd.experiments.metrics import Metric
+from feddd.sweeps.report import sentences
+from feddd.sweeps.series import goals_of, measures, series
+from feddd.sweeps.tables import metric_text, terminal_table
+from test_own_data import document, write_table
+from test_resume import feddd_main
+
+RATE = "training.learning_rate"
+
+
+def prices(path: Path, **changes: Any) -> feddd.Experiment:
+    """Three rounds of linear regression on a table, by mean absolute error."""
+    data = {"dataset": str(path), "target": "price", "client": "owner", "partition": "natural", "test_share": 0.25}
+    made = document(data=data, task={"loss": "mse", "evaluate_clients": True}, model={"name": "own_data:linear"})
+    made |= {"fleet": {}, "name": "prices", "rounds": 3, "targets": [120.0, 90.0, 1.0]}
+    return parse_experiment(made | changes)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "table.csv"
+    write_table(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def regression(table: Path, tmp_path_factory: pytest.TempPathFactory) -> feddd.SweepResults:
+    folder = tmp_path_factory.mktemp("sweep") / "s"
+    return feddd.sweep(prices(table), folder, seeds=2, sweep={RATE: [0.05, 0.01]}, workers=1)
+
+
+def test_the_summary_has_the_metric_and_no_accuracy(regression: feddd.SweepResults) -> None:
+    summary = json.loads((regression.path / "summary.json").read_text())
+    assert summary["metric"] == {"name": "mae", "higher_is_better": False}
+    for row in summary["rows"]:
+        runs = [feddd.load_results(regression.path / cell) for cell in row["cells"]]
+        assert row["final_metric"]["values"] == [run.rows("rounds")[-1]["test_metric"] for run in runs]
+        assert row["best_metric"]["mean"] <= row["final_metric"]["mean"]
+        assert row["final_metric"]["low"] >= 0
+        assert row["worst_tenth_of_clients"]["mean"] >= row["best_metric"]["mean"]
+        assert (row["final_accuracy"], row["time_to_accuracy"]) == (None, [])
+        assert [time["target"] for time in row["time_to_target"]] == [120.0, 90.0, 1.0]
+        assert row["time_to_target"][-1]["reached"] == 0
+    assert summary["rows"][0]["time_to_target"][0]["reached"] == 2
+
+
+def test_tables_series_and_words_speak_of_the_metric(regression: feddd.SweepResults) -> None:
+    assert goals_of(regression)[0] == 120.0
+    assert 1.0 not in goals_of(regression)
+    final, hardest, *_ = measures(regression)
+    assert (final.name, final.title, final.share) == ("final mae", "final test mae, lower is better", False)
+    assert hardest.name == f"time to mae {goals_of(regression)[-1]:g}"
+    slow, quick = series(regression, regression.grid.axes[0], final)[0].mean
+    assert slow is not None
+    assert quick is not None
+    assert slow > quick > 1
+    assert "mae: lower is better." in sentences(regression)
+    _, head, rows = terminal_table(regression)
+    assert head[2] == "mae"
+    assert head[-1] == f"to mae {goals_of(regression)[-1]:g}"
+    assert all("%" not in cell for row in rows for cell in row)
+    assert metric_text({"mean": 0.782, "low": 0.769, "high": 0.795}, Metric()) == "78.2 ± 1.3 %"
+    assert metric_text({"mean": 3.14159, "low": 3.0, "high": 3.3}, Metric("mae", False)) == "3.142 ± 0.15"
+
+
+def test_report_of_a_regression_names_its_metric(
+    regression: feddd.SweepResults, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert feddd_main(monkeypatch, "report", regression.path) == 0
+    capsys.readouterr()
+    page = (regression.path / "report.html").read_text()
+    section = page[page.index('<section id="differs">') :]
+    assert "final mae" in section[: section.index("</section>")]
+    assert "accuracy" not in section[: section.index("</section>")]
+    pictures = {path.stem for path in (regression.path / "figures").iterdir()}
+    assert {"sweep-learning_rate-final-mae", "sweep-learning_rate-time-to-mae-120"} <= pictures
+
+
+def test_next_tokens_are_swept_by_perplexity_and_metrics_may_differ(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = document(
+        data={"dataset": "own_data:tokens", "partition": "natural"},
+        task={"loss": "next-token"},
+        model={"name": "own_data:Lines"},
+        targets=[10.9],
+    )
+    one = parse_experiment(made | {"fleet": {}, "rounds": 1, "strategy": [{"name": "fedavg"}]})
+    results = feddd.sweep(one, tmp_path / "text", sweep={RATE: [0.05, 1.0]}, workers=1)
+    assert results.metric == Metric("perplexity", higher_is_better=False)
+    slow, quick = results.summary["rows"]
+    assert slow["final_metric"]["mean"] > quick["final_metric"]["mean"] > 1
+    assert feddd_main(monkeypatch, "run", "--resume", tmp_path / "text") == 0
+    assert "perplexity" in capsys.readouterr().out
+    both = feddd.sweep(prices(table, rounds=1), tmp_path / "both", sweep={"task.metric": ["mae", "r2"]}, workers=1)
+    assert both.summary["metric"]["name"] == "metric"
+    assert [row["metric"]["name"] for row in both.summary["rows"]] == ["mae", "mae", "r2", "r2"]
+    assert measures(both)[0].title == "final test metric"
