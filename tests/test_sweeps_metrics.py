@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +17,7 @@ from feddd.sweeps.report import sentences
 from feddd.sweeps.series import goals_of, measures, series
 from feddd.sweeps.tables import metric_text, terminal_table
 from test_own_data import document, write_table
-from test_resume import feddd_main
+from test_resume import assert_same, feddd_main
 
 RATE = "training.learning_rate"
 
@@ -108,3 +110,37 @@ def test_next_tokens_are_swept_by_perplexity_and_metrics_may_differ(
     assert both.summary["metric"]["name"] == "metric"
     assert [row["metric"]["name"] for row in both.summary["rows"]] == ["mae", "mae", "r2", "r2"]
     assert measures(both)[0].title == "final test metric"
+
+
+class Told:
+    """A tracker that remembers."""
+
+    calls: ClassVar[list[tuple[int, Mapping[str, float]]]] = []
+    view = "here"
+
+    def __init__(self, tracked: Any) -> None:
+        pass
+
+    def log(self, number: int, values: Mapping[str, float]) -> None:
+        self.calls.append((number, values))
+
+    def close(self, *, finished: bool) -> None:
+        pass
+
+
+def test_a_longer_run_forgets_what_was_tested_for_being_the_last_and_trackers_know_the_metric(
+    table: Path, tmp_path: Path
+) -> None:
+    long = prices(table, rounds=5, evaluate_every=2)
+    expected = feddd.run(long, tmp_path / "long", workers=1)
+    feddd.run(long.model_copy(update={"rounds": 3}), tmp_path / "short", workers=1, track=[Told])
+    number, values = Told.calls[2]
+    assert number == 3
+    last = feddd.load_results(tmp_path / "short").rows("rounds", strategy="feddd", round=3)[0]
+    assert values["test_mae"] == last["test_metric"]
+    assert not {"test_metric", "test_accuracy"} & set(values)
+    found = feddd.resume(tmp_path / "short", rounds=5, workers=1, track=())
+    assert {row["round"] for row in found.rows("client_metrics")} == {2, 4, 5}
+    assert [row["test_metric"] is None for row in found.rows("rounds", strategy="feddd")] == [True, False] * 2 + [False]
+    shutil.rmtree(found.path / "tracking")
+    assert_same(found.path, expected.path)
