@@ -11,18 +11,20 @@ from typing import Any, ClassVar
 import pytest
 
 import feddd
-from feddd.experiments.config import parse_experiment
+import own_data
+from feddd.experiments.cells import cells
+from feddd.experiments.config import Experiment, parse_experiment
 from feddd.experiments.metrics import Metric
 from feddd.sweeps.report import sentences
 from feddd.sweeps.series import goals_of, measures, series
 from feddd.sweeps.tables import metric_text, terminal_table
-from test_own_data import document, write_table
-from test_resume import assert_same, feddd_main
+from test_own_data import document, write_images, write_table
+from test_resume import Stop, assert_same, feddd_main
 
 RATE = "training.learning_rate"
 
 
-def prices(path: Path, **changes: Any) -> feddd.Experiment:
+def prices(path: Path, **changes: Any) -> Experiment:
     """Three rounds of linear regression on a table, by mean absolute error."""
     data = {"dataset": str(path), "target": "price", "client": "owner", "partition": "natural", "test_share": 0.25}
     made = document(data=data, task={"loss": "mse", "evaluate_clients": True}, model={"name": "own_data:linear"})
@@ -144,3 +146,81 @@ def test_a_longer_run_forgets_what_was_tested_for_being_the_last_and_trackers_kn
     assert [row["test_metric"] is None for row in found.rows("rounds", strategy="feddd")] == [True, False] * 2 + [False]
     shutil.rmtree(found.path / "tracking")
     assert_same(found.path, expected.path)
+
+
+def stop(cell: Any, record: Any) -> None:
+    if cell.label == "fedavg":
+        raise Stop
+
+
+def test_a_sweep_does_not_go_on_with_another_table_but_is_read_without_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "own.csv"
+    write_table(path)
+    with pytest.raises(Stop):
+        feddd.sweep(prices(path, rounds=1), tmp_path / "s", sweep={RATE: [0.05, 0.01]}, workers=1, watch=stop)
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"red", b"grey"))
+    with pytest.raises(feddd.InputError, match=r"cannot be resumed: the data set '.*own\.csv' changed$"):
+        feddd.resume_sweep(tmp_path / "s", workers=1)
+    path.write_bytes(text)
+    assert feddd.resume_sweep(tmp_path / "s", workers=1).finished
+    path.unlink()
+    again = feddd.resume_sweep((tmp_path / "s").rename(tmp_path / "moved"))
+    assert again.finished
+    assert str(tmp_path) not in " ".join(cell for row in again.summary["rows"] for cell in row["cells"])
+    with pytest.raises(feddd.InputError, match="there is no such file or folder"):
+        feddd.resume_sweep(tmp_path / "moved", rounds=2)
+    index = tmp_path / "moved" / "sweep.toml"
+    index.write_text(index.read_text().replace("own.csv", "secret.csv", 1))
+    with pytest.raises(feddd.InputError, match="does not say what the data set"):
+        feddd.load_sweep(tmp_path / "moved")
+
+
+def test_a_sweep_does_not_go_on_with_what_a_function_makes_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = parse_experiment(document(data={"arguments": {"samples": 80}}, rounds=1))
+    with pytest.raises(Stop):
+        feddd.sweep(one, tmp_path / "s", seeds=2, workers=1, watch=stop)
+    made = own_data.classes
+    monkeypatch.setattr(own_data, "classes", lambda samples: made(samples + 4))
+    with pytest.raises(feddd.InputError, match="cannot be resumed: the data set 'own_data:classes"):
+        feddd.resume_sweep(tmp_path / "s", workers=1)
+    monkeypatch.undo()
+    assert feddd.resume_sweep(tmp_path / "s", workers=1).finished
+
+
+def test_a_cell_of_other_content_is_another_cell_wherever_it_lies(tmp_path: Path) -> None:
+    def key(path: Path, **section: Any) -> str:
+        data = {"dataset": str(path), **section}
+        return cells(parse_experiment(document(data=data)), [0])[0].folder
+
+    write_table(tmp_path / "a.csv")
+    before = key(tmp_path / "a.csv", target="price")
+    (tmp_path / "there").mkdir()
+    there = (tmp_path / "a.csv").rename(tmp_path / "there" / "a.csv")
+    assert key(there, target="price") == before
+    there.write_bytes(there.read_bytes().replace(b"red", b"grey"))
+    assert key(there, target="price") != before
+    write_images(tmp_path / "pictures")
+    before = key(tmp_path / "pictures")
+    (tmp_path / "pictures" / "notes.txt").write_text("not read")
+    assert key(tmp_path / "pictures") == before
+    image = tmp_path / "pictures" / "train" / "dark" / "0.png"
+    image.write_bytes((image.parent / "1.png").read_bytes())
+    assert key(tmp_path / "pictures") != before
+
+
+def test_tables_are_swept_beside_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.csv", "b.csv"):
+        write_table(tmp_path / name, split=name == "b.csv")
+    (tmp_path / "one.toml").write_text(
+        'rounds = 1\n[data]\ndataset = "a.csv"\ntarget = "kind"\npartition = "iid"\n[fleet]\nclients = 3\n'
+        '[[strategy]]\nname = "fedavg"\n'
+    )
+    asked = ["run", tmp_path / "one.toml", "--out", tmp_path / "s", "--workers", 1]
+    assert feddd_main(monkeypatch, *asked, "--sweep", "data.dataset=a.csv,b.csv") == 0
+    assert "b.csv" in capsys.readouterr().out
+    assert len(feddd.load_sweep(tmp_path / "s").summary["rows"]) == 2

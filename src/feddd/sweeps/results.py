@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from feddd.experiments.cells import Cell, Store, cells, joined
+from feddd.experiments.cells import Cell, Store, joined
 from feddd.experiments.metrics import Metric, common_metric, metric_of
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.statistics import estimate
@@ -75,7 +75,7 @@ class SweepResults:
         groups: dict[tuple[str, int], list[Point]] = {}
         seed = self.grid.seeds[0]
         for point in self.grid.points:
-            cell = cells(point.experiment, [seed])[0]
+            cell = self.grid.cells_of(point.experiment, [seed])[0]
             groups.setdefault((cell.world_key, point.experiment.rounds), []).append(point)
         return tuple(_world(self.grid, points, len(groups)) for points in groups.values())
 
@@ -194,7 +194,7 @@ def _world(grid: Grid, points: Sequence[Point], count: int) -> World:
     for point in points:
         for place, section in enumerate(point.experiment.strategy):
             one = point.experiment.model_copy(update={"strategy": (section,)})
-            mine = tuple(cells(one, grid.seeds))
+            mine = tuple(grid.cells_of(one, grid.seeds))
             key = (place, section.label, tuple(cell.folder for cell in mine))
             groups.setdefault(key, []).append((point, mine))
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
