@@ -101,7 +101,8 @@ def assert_tracked(found: Curves, results: Results) -> None:
         for row in rows:
             up += row["upload_bytes"]
             assert curves["total_upload_bytes"][row["round"]] == pytest.approx(up)
-            for key in set(row) - {"strategy", "seed", "round"}:
+            assert "test_metric" not in curves  # it has a name
+            for key in set(row) - {"strategy", "seed", "round", "test_metric"}:
                 known = curves.get(key, {}).get(row["round"])
                 assert known == (None if row[key] is None else pytest.approx(row[key], rel=1e-6)), (label, key)
 

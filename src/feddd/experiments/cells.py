@@ -42,6 +42,7 @@ from feddd.experiments.tables import Tables
 from feddd.files import portable_name
 from feddd.simulation.simulator import EverybodyDiverged, RoundRecord, Simulation
 from feddd.tracking.following import Following, Trackers
+from feddd.world.sources import content_digest, is_path_of_data
 
 VERSION = 1
 """Raised when a change of the simulator makes kept cells wrong."""
@@ -57,9 +58,13 @@ Watch = Callable[["Cell", RoundRecord], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """An experiment with one strategy."""
+    """An experiment with one strategy.
+
+    content: digest of the data's file or folder, where it has one; left out, it is read
+    """
 
     experiment: Experiment
+    content: str | None = None
 
     @property
     def label(self) -> str:
@@ -79,23 +84,26 @@ class Cell:
     @property
     def world_key(self) -> str:
         """Equal for cells that share data, fleet, model and settings."""
-        facts = _facts(self.experiment)
+        facts = _facts(self.experiment, self.content)
         return json.dumps({key: value for key, value in facts.items() if key not in ("strategy", "rounds")})
 
     @functools.cached_property
     def folder(self) -> str:
         """Where the cell is kept, below the store's folder."""
         experiment = self.experiment
-        digest = hashlib.sha256(json.dumps([VERSION, _facts(experiment)], sort_keys=True).encode()).hexdigest()[:12]
-        world = f"{experiment.data.dataset}-{experiment.data.partition}-{experiment.model.network}"
-        return f"{_slug(world)}/{portable_name(experiment.strategy[0].name)}-seed-{experiment.seed}-{digest}"
+        facts = [VERSION, _facts(experiment, self.content)]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+        name = experiment.data.dataset
+        name = Path(name).name if is_path_of_data(name) else name
+        world = f"{name}-{experiment.data.partition}-{experiment.model.network}"
+        return f"{_slug(world)[:100]}/{portable_name(experiment.strategy[0].name)}-seed-{experiment.seed}-{digest}"
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
 
 
-def _facts(experiment: Experiment) -> dict[str, Any]:
+def _facts(experiment: Experiment, content: str | None) -> dict[str, Any]:
     """What the tables are a function of; defaults are left out, so that a new option does not lose what was run."""
     facts = experiment.model_dump(mode="json", exclude_defaults=True, exclude={"name", "targets", "strategy"})
     if experiment.fleet.file is not None:  # what it says, wherever it lies
@@ -103,6 +111,8 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
             facts["fleet"]["file"] = hashlib.sha256(Path(experiment.fleet.file).read_bytes()).hexdigest()
         except OSError as error:
             raise InputError(f"cannot read {experiment.fleet.file}: {error.strerror}") from error
+    if is_path_of_data(experiment.data.dataset):
+        facts["data"]["dataset"] = content or content_digest(experiment.data.dataset)
     section = experiment.strategy[0]
     plain = _defaults(section.name)
     options = {key: value for key, value in section.options.items() if plain.get(key, ...) != value}
@@ -114,10 +124,11 @@ def _defaults(strategy: str) -> dict[str, Any]:
     return dataclasses.asdict(construct(strategy, {})) if ":" not in strategy else {}
 
 
-def cells(experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
-    """Every strategy of an experiment on every seed."""
+def cells(experiment: Experiment, seeds: Iterable[int], contents: Mapping[str, str] | None = None) -> list[Cell]:
+    """Every strategy of an experiment on every seed; contents: digests of data sets, by name."""
+    content = (contents or {}).get(experiment.data.dataset)
     return [
-        Cell(experiment.model_copy(update={"seed": seed, "strategy": (strategy,)}))
+        Cell(experiment.model_copy(update={"seed": seed, "strategy": (strategy,)}), content)
         for seed in seeds
         for strategy in experiment.strategy
     ]

@@ -52,7 +52,7 @@ def rows_until(tables: Mapping[str, Any], evaluate_every: int, label: str, last:
         mine = table.filter(pc.and_(pc.equal(table["strategy"], label), pc.less_equal(table["round"], last)))
         rounds = mine["round"]
         due = pc.equal(rounds, pc.multiply(pc.divide(rounds, evaluate_every), evaluate_every))
-        if name == "classes":
+        if name in ("classes", "client_metrics"):
             mine = mine.filter(due)
         for at, field in enumerate(SCHEMAS[name]):
             if field.name.startswith("test_"):

@@ -25,10 +25,10 @@ def sweep_figure(results: SweepResults, axis: Axis, measure: Measure) -> Figure:
     shown = [one for one in series(results, axis, measure) if any(mean is not None for mean in one.mean)]
     (_draw_lines if is_numeric(axis.values) else _draw_bars)(axes, shown)
     axes.set_xlabel(plain_text(axis.key))
-    axes.set_ylabel(measure.title)
+    axes.set_ylabel(plain_text(measure.title))
     if measure.share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    else:
+    elif measure.amount:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25, axis="y")
     legend_or_note(axes, bool(shown), "nothing is known about it yet")

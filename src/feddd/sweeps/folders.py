@@ -16,8 +16,9 @@ from feddd.experiments.config import parse_experiment
 from feddd.experiments.folders import environment, new_folder, write_environment
 from feddd.experiments.resuming import import_folders
 from feddd.files import parse_toml, read_text, write_atomically
-from feddd.sweeps.grid import Axis, Grid, document_of, make_grid
+from feddd.sweeps.grid import Axis, Grid, Point, document_of, make_grid, own_contents
 from feddd.world.models import import_from
+from feddd.world.sources import is_path_of_data
 
 INDEX = "sweep.toml"
 CELLS = "cells"
@@ -71,6 +72,7 @@ def write_index(folder: Path, index: Index) -> None:
         "rounds_before": list(index.before),
         "axis": [{"key": axis.key, "values": list(axis.values)} for axis in grid.axes],
         "imports": dict(index.imports),
+        "contents": dict(grid.contents),
         "experiment": document_of(grid.base),
     }
     write_atomically(folder / INDEX, (_HEAD + tomli_w.dumps(document)).encode())
@@ -86,11 +88,15 @@ def read_index(folder: Path) -> Index:
         axes = [Axis(str(axis["key"]), tuple(axis["values"])) for axis in document.get("axis", ())]
         seeds, before = (_numbers(document[key]) for key in ("seeds", "rounds_before"))
         imports = {str(key): str(value) for key, value in document.get("imports", {}).items()}
+        contents = {str(key): str(value) for key, value in document.get("contents", {}).items()}
         given = dict(document["experiment"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = "no " if isinstance(error, KeyError) else ""
         raise InputError(f"{path} is damaged: {missing}{error}") from error
-    grid = make_grid(parse_experiment(given, str(path)), axes, seeds)
+    grid = make_grid(parse_experiment(given, str(path)), axes, seeds, contents)
+    unknown = next((name for name in map(_path_of_data, grid.points) if name and name not in contents), None)
+    if unknown is not None:  # an index may come from a stranger: no file elsewhere is read for it
+        raise InputError(f"{path} does not say what the data set {unknown!r:.200} held")
     return Index(_elsewhere(grid, lambda name: _inside(folder, name)), before, imports)
 
 
@@ -100,6 +106,19 @@ def _inside(folder: Path, name: str) -> str:
     if len(parts) != 3 or parts[0] != FLEETS or ".." in parts or not (folder / name).is_file():
         raise InputError(f"{folder / INDEX} names a fleet's file that is not in its folder: {name!r:.200}")
     return str(folder.absolute() / name)
+
+
+def _path_of_data(point: Point) -> str | None:
+    name = point.experiment.data.dataset
+    return name if is_path_of_data(name) else None
+
+
+def check_contents(folder: Path, index: Index) -> None:
+    """Refuse to go on with data that is not what it was."""
+    found, before = own_contents(index.grid), index.grid.contents
+    changed = next((name for name in found if before.get(name, found[name]) != found[name]), None)
+    if changed is not None:
+        raise InputError(f"{folder} cannot be resumed: the data set {changed!r:.200} changed")
 
 
 def find_imports(index: Index) -> None:
@@ -118,7 +137,7 @@ def _elsewhere(grid: Grid, place: Callable[[str], str]) -> Grid:
     ]
     if not moved and axes == list(grid.axes):
         return grid
-    return make_grid(grid.base.model_copy(update=moved), axes, grid.seeds)
+    return make_grid(grid.base.model_copy(update=moved), axes, grid.seeds, grid.contents)
 
 
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:

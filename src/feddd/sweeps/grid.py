@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tomli_w
@@ -15,6 +16,9 @@ from feddd.errors import InputError
 from feddd.experiments.cells import Cell, cells
 from feddd.experiments.config import UNNAMED, Experiment, parse_experiment
 from feddd.experiments.loading import set_key, toml_value
+from feddd.experiments.problem import DataSection
+from feddd.world.objectives import LOSSES, METRICS
+from feddd.world.sources import content_digest, is_own, is_path_of_data
 
 MOST_RUNS = 10_000
 """More combinations and seeds are a slip of the keyboard."""
@@ -39,22 +43,37 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """A sweep: an experiment, the axes along which it differs, and its seeds. Without axes it differs in the seed."""
+    """A sweep: an experiment, the axes along which it differs, and its seeds. Without axes it differs in the seed.
+
+    contents: digests of the data of one's own that it is run on, by `source_of`
+    """
 
     base: Experiment
     axes: tuple[Axis, ...]
     seeds: tuple[int, ...]
     points: tuple[Point, ...]
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def cells(self) -> list[Cell]:
         """All runs of one strategy on one seed; those that are the same are listed again."""
         # Seed by seed and combination by combination: what is there after a while can be compared.
-        return [cell for seed in self.seeds for point in self.points for cell in cells(point.experiment, [seed])]
+        return [
+            cell for seed in self.seeds for point in self.points for cell in self.cells_of(point.experiment, [seed])
+        ]
+
+    def cells_of(self, experiment: Experiment, seeds: Iterable[int]) -> list[Cell]:
+        """Every strategy of one of its experiments on these seeds."""
+        return cells(experiment, seeds, self.contents)
 
 
-def make_grid(base: Experiment, axes: Sequence[Axis], seeds: Iterable[int]) -> Grid:
-    """Work out every combination; one that is no experiment is refused before anything is run."""
+def make_grid(
+    base: Experiment, axes: Sequence[Axis], seeds: Iterable[int], contents: Mapping[str, str] | None = None
+) -> Grid:
+    """Work out every combination; one that is no experiment is refused before anything is run.
+
+    contents: of data of one's own as it was; left out, its files are read
+    """
     numbers = tuple(seeds)
     if not numbers:
         raise InputError("a sweep needs at least one seed")
@@ -67,7 +86,25 @@ def make_grid(base: Experiment, axes: Sequence[Axis], seeds: Iterable[int]) -> G
     for values in itertools.product(*(axis.values for axis in axes)):
         settings = dict(zip((axis.key for axis in axes), values, strict=True))
         points.append(Point(settings, _changed(document, settings)))
-    return Grid(base, tuple(axes), numbers, tuple(points))
+    if contents is None:
+        sections = {source_of(data): data for data in (point.experiment.data for point in points)}
+        paths = [name for name, data in sections.items() if is_path_of_data(data.dataset)]
+        contents = {name: content_digest(name) for name in paths}
+    return Grid(base, tuple(axes), numbers, tuple(points), contents)
+
+
+def source_of(data: DataSection) -> str:
+    """What data of one's own is called: its path, or its function with the arguments."""
+    words = f" {json.dumps(data.arguments, sort_keys=True, default=str)}" if data.arguments else ""
+    return data.dataset + words
+
+
+def own_contents(grid: Grid) -> dict[str, str]:
+    """Digests of all data of one's own as it is now; functions are called for it."""
+    sections = {source_of(data): data for data in (point.experiment.data for point in grid.points)}
+    return {
+        name: content_digest(data.dataset, data.arguments) for name, data in sections.items() if is_own(data.dataset)
+    }
 
 
 def _check_axis(axis: Axis, axes: Sequence[Axis]) -> None:
@@ -100,8 +137,17 @@ def _changed(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Experi
 def document_of(experiment: Experiment) -> dict[str, Any]:
     """The experiment as it was written, without the defaults that another value of a key may rule out."""
     given = experiment.model_dump(exclude_unset=True, exclude_none=True)
+    if experiment.task is not None:
+        given["task"] = _bare(given["task"])
     whole = experiment.model_dump(include={"name", "strategy"}, exclude_none=True)
     return tomllib.loads(tomli_w.dumps(whole | given))
+
+
+def _bare(task: Mapping[str, Any]) -> dict[str, Any]:
+    """A task without what follows from its loss or its metric."""
+    metric, loss = task["metric"], task.get("loss", "cross-entropy")
+    follows = {"higher_is_better": metric in METRICS, "metric": LOSSES.get(loss) == metric}
+    return {key: value for key, value in task.items() if not follows.get(key)}
 
 
 def parse_axis(text: str) -> Axis:

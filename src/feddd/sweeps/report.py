@@ -8,11 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from feddd.experiments.metrics import Metric
 from feddd.experiments.report import Addition, write_report
-from feddd.experiments.views import COLOURS, human_bytes, human_seconds, percent
+from feddd.experiments.views import COLOURS, human_bytes, human_seconds
 from feddd.sweeps.folders import INDEX
 from feddd.sweeps.results import SweepResults, plain_value, short_names
-from feddd.sweeps.series import Series, goals_of, is_numeric, measures, series
+from feddd.sweeps.series import Series, goal_words, goals_of, is_numeric, measures, series
 from feddd.sweeps.tables import setting_text
 
 
@@ -33,6 +34,7 @@ def sentences(results: SweepResults) -> list[str]:
         said.append(f"{axis.key}: {', '.join(map(plain_value, axis.values))}.")
     if len(grid.axes) > 1:
         said.append(f"Every combination, {len(grid.points)} in all.")
+    said += [f"{metric.name}: lower is better." for metric in results.metrics if not metric.higher_is_better]
     rows = [row for world in results.worlds for row in world.rows]
     for axis in grid.axes:
         same = [row.strategy for row in rows if len(row.settings[axis.key]) == len(axis.values) > 1]
@@ -67,13 +69,14 @@ def _table(results: SweepResults) -> str:
     keys = [axis.key for axis in results.grid.axes]
     names = short_names(keys)
     goals = goals_of(results)[-2:]
-    head = ["strategy", *(names[key] for key in keys), "final accuracy", "bytes", *(f"to {g:.0%}" for g in goals)]
+    targets = [f"to {goal_words(results, goal)}" for goal in goals]
+    head = ["strategy", *(names[key] for key in keys), f"final {results.metric.name}", "bytes", *targets]
     body = []
     for row in results.summary["rows"]:
         cells = [escape(row["strategy"]), *(escape(setting_text(results, row, key)) for key in keys)]
-        cells.append(_estimate(row["final_accuracy"], percent))
+        cells.append(_estimate(row["final_metric"], Metric(**row["metric"]).show))
         cells.append(_estimate(_total(row), human_bytes))
-        times = {one["target"]: one for one in row["time_to_accuracy"]}
+        times = {one["target"]: one for one in row["time_to_target"]}
         cells += [_time(times[goal], len(results.grid.seeds), row["finished"]) for goal in goals]
         body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
@@ -113,6 +116,7 @@ def _data(results: SweepResults) -> dict[str, Any]:
                         "label": measure.name,
                         "title": measure.title,
                         "percent": measure.share,
+                        "amount": measure.amount,
                         "series": [_drawn(one) for one in series(results, axis, measure)],
                     }
                     for measure in measures(results)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from feddd.experiments.cells import Cell, Store, cells, joined
+from feddd.experiments.cells import Cell, Store, joined
+from feddd.experiments.metrics import Metric, common_metric, metric_of
 from feddd.experiments.results import SCHEMAS, Results, load_results, summarise
 from feddd.experiments.statistics import estimate
 from feddd.sweeps.folders import CELLS, Index, read_index
@@ -45,6 +46,11 @@ class World:
     experiment: Any
     rows: tuple[Row, ...]
 
+    @property
+    def metric(self) -> Metric:
+        """What the global models are tested by here."""
+        return metric_of(self.experiment.model_dump(include={"task"}))
+
 
 @dataclass(frozen=True)
 class SweepResults:
@@ -69,9 +75,19 @@ class SweepResults:
         groups: dict[tuple[str, int], list[Point]] = {}
         seed = self.grid.seeds[0]
         for point in self.grid.points:
-            cell = cells(point.experiment, [seed])[0]
+            cell = self.grid.cells_of(point.experiment, [seed])[0]
             groups.setdefault((cell.world_key, point.experiment.rounds), []).append(point)
         return tuple(_world(self.grid, points, len(groups)) for points in groups.values())
+
+    @functools.cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What models are tested by; several where that is what was swept."""
+        return tuple(dict.fromkeys(world.metric for world in self.worlds))
+
+    @functools.cached_property
+    def metric(self) -> Metric:
+        """What all models are tested by; called just a metric where that differs."""
+        return common_metric(world.experiment.model_dump(include={"task"}) for world in self.worlds)
 
     @functools.cached_property
     def runs(self) -> tuple[Results, ...]:
@@ -83,7 +99,7 @@ class SweepResults:
         found = {row.label: self._cell(row.cells[at]) for row in world.rows if store.has(row.cells[at])}
         chosen = [row.cells[at].experiment.strategy[0].model_dump(mode="json", exclude_none=True) for row in world.rows]
         sections = [section | {"label": row.label} for section, row in zip(chosen, world.rows, strict=True)]
-        goals = sorted({goal for point in self.grid.points for goal in point.experiment.targets})
+        goals = world.metric.hardest_last({goal for point in self.grid.points for goal in point.experiment.targets})
         config = world.experiment.model_dump(mode="json", exclude={"strategy"}, exclude_none=True)
         config |= {"name": world.name, "seed": self.grid.seeds[at], "targets": goals, "strategy": sections}
         tables = {name: joined(name, found) for name in SCHEMAS}
@@ -109,12 +125,15 @@ class SweepResults:
         """What was swept, and for every row mean and 95 % interval over the seeds of what a run's summary says."""
         axes = {axis.key: list(axis.values) for axis in self.grid.axes}
         about = {"name": self.grid.base.name, "seeds": list(self.grid.seeds), "sweep": axes}
+        about["metric"] = dataclasses.asdict(self.metric)
         return {**about, "rows": [self._sum_up(world, row) for world in self.worlds for row in world.rows]}
 
     def _sum_up(self, world: World, row: Row) -> dict[str, Any]:
         runs = [run for run in self.runs if run.config["name"] == world.name]
         mine = [summarise(run)["strategies"][row.label] for run in runs]
-        asked = row.cells[0].experiment.rounds
+        asked, metric = row.cells[0].experiment.rounds, world.metric
+        times = {key: [_times(row) for row in zip(*(one[key] for one in mine), strict=True)] for key in _TIMES}
+        known = [key for key in mine[0] if key not in ("rounds", *_TIMES)]
         return {
             "strategy": row.strategy,
             "settings": {key: values[0] if len(values) == 1 else list(values) for key, values in row.settings.items()},
@@ -122,29 +141,40 @@ class SweepResults:
             "world": world.name,
             "rounds": [one["rounds"] for one in mine],
             "finished": all(one["rounds"] >= asked for one in mine),
-            **{key: _over_seeds(key, [one[key] for one in mine]) for key in mine[0] if key not in _OWN},
-            "time_to_accuracy": [_times(row) for row in zip(*(one["time_to_accuracy"] for one in mine), strict=True)],
+            "metric": dataclasses.asdict(metric),
+            **{key: _over_seeds(key, [one.get(key) for one in mine], metric) for key in known},
+            **times,
             "cells": [f"{CELLS}/{cell.folder}" for cell in row.cells],
         }
 
 
-_OWN = ("rounds", "time_to_accuracy")
+_TIMES = ("time_to_target", "time_to_accuracy")
 _MEASURED = re.compile("seconds|bytes|ratio")
+_BOUNDS = {
+    "accuracy": (0.0, 1.0),
+    "perplexity": (1.0, math.inf),
+    "mae": (0.0, math.inf),
+    "r2": (-math.inf, 1.0),
+}
+"""What values a metric can have; of one's own metric it is not known."""
 
 
 def _times(times: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One target over all seeds; the mean is over those that reached it."""
     reached = sum(one["seconds"] is not None for one in times)
-    over = {key: _over_seeds(key, [one[key] for one in times]) for key in ("seconds", "ratio_to_fedavg")}
+    over = {key: _over_seeds(key, [one[key] for one in times], None) for key in ("seconds", "ratio_to_fedavg")}
     return {"target": times[0]["target"], "reached": reached, **over}
 
 
-def _over_seeds(key: str, values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and Student's 95 % interval of what is known; None where nothing is. key: says what values there can be."""
+def _over_seeds(key: str, values: Sequence[float | None], metric: Metric | None) -> dict[str, Any] | None:
+    """Mean and Student's 95 % interval of what is known; None where nothing is.
+
+    key, metric: say what values there can be
+    """
     known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
     if not known:
         return None
-    bounds = (0.0, 1.0) if key.endswith("accuracy") else (0.0, math.inf) if _MEASURED.search(key) else None
+    bounds = (0.0, math.inf) if _MEASURED.search(key) else _BOUNDS.get(metric.name) if metric else None
     found = estimate([float(value) for value in known], bounds)
     return {"mean": found.mean, "low": found.low, "high": found.high, "values": list(values)}
 
@@ -164,7 +194,7 @@ def _world(grid: Grid, points: Sequence[Point], count: int) -> World:
     for point in points:
         for place, section in enumerate(point.experiment.strategy):
             one = point.experiment.model_copy(update={"strategy": (section,)})
-            mine = tuple(cells(one, grid.seeds))
+            mine = tuple(grid.cells_of(one, grid.seeds))
             key = (place, section.label, tuple(cell.folder for cell in mine))
             groups.setdefault(key, []).append((point, mine))
     ordered = sorted(groups.items(), key=lambda item: item[0][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -22,11 +23,12 @@ from feddd.experiments.running import settings_of, simulation_options
 from feddd.files import write_atomically
 from feddd.simulation.simulator import EngineName
 from feddd.simulation.worker_process import WorkerPool
-from feddd.sweeps.folders import CELLS, Index, create, find_imports, read_index, write_index
-from feddd.sweeps.grid import MOST_RUNS, Axis, Grid, make_grid
+from feddd.sweeps.folders import CELLS, Index, check_contents, create, find_imports, read_index, write_index
+from feddd.sweeps.grid import MOST_RUNS, Axis, Grid, make_grid, own_contents
 from feddd.sweeps.report import write_sweep_report
 from feddd.sweeps.results import SweepResults, load_sweep
 from feddd.tracking.following import Following, Trackers, Wanted, remembered
+from feddd.world.sources import is_path_of_data
 
 PAGE_SHARE = 0.05
 """The page about a sweep that goes on takes at most this share of its time."""
@@ -62,6 +64,7 @@ def sweep(
     options = simulation_options(workers, engine, ray_address, state_dir, False, pool)
     trackers = Trackers(track)
     in_order(grid.cells)  # whatever they are made from can be read
+    grid = dataclasses.replace(grid, contents=own_contents(grid))
     folder = create(grid, out)
     try:
         trackers.remember(folder)
@@ -73,14 +76,17 @@ def sweep(
 
 
 def beside(axes: Sequence[Axis], experiment: Path) -> list[Axis]:
-    """Look for fleets' files beside the experiment's file, then in the current folder."""
+    """Look for files of fleets and data beside the experiment's file, then in the current folder."""
 
     def find(name: object) -> str:
         near, here = experiment.parent.absolute() / str(name), Path(str(name)).absolute()
-        return str(here if here.is_file() and not near.is_file() else near)
+        return str(here if here.exists() and not near.exists() else near)
+
+    def is_path(key: str, value: object) -> bool:
+        return key == "fleet.file" or (key == "data.dataset" and isinstance(value, str) and is_path_of_data(value))
 
     return [
-        Axis(axis.key, tuple(find(value) for value in axis.values)) if axis.key == "fleet.file" else axis
+        Axis(axis.key, tuple(find(value) if is_path(axis.key, value) else value for value in axis.values))
         for axis in axes
     ]
 
@@ -115,6 +121,7 @@ def resume_sweep(
     options = simulation_options(workers, engine, ray_address, state_dir, False, pool)
     if is_finished(folder) and not _store(folder).missing(index.grid.cells):
         return load_sweep(folder)
+    check_contents(folder, index)
     trackers = Trackers(remembered(folder) if track is None else track)
     trackers.remember(folder)
     return _go_on(folder, index, options, data_dir, watch, checkpoint_seconds, trackers)
@@ -130,7 +137,7 @@ def lengthened(folder: Path, rounds: int | None) -> Index:
         raise InputError(f"--rounds {rounds}: {folder} compares numbers of rounds, it cannot get more of them")
     if rounds < before:
         raise InputError(f"--rounds {rounds}: {folder} has {before} rounds already, and none can be taken away")
-    longer = make_grid(grid.base.model_copy(update={"rounds": rounds}), grid.axes, grid.seeds)
+    longer = make_grid(grid.base.model_copy(update={"rounds": rounds}), grid.axes, grid.seeds, grid.contents)
     return Index(longer, (*index.before, before), index.imports)
 
 
@@ -178,7 +185,7 @@ def _take_over(store: Store, wanted: Sequence[Cell], before: Sequence[int]) -> N
         if target.exists():
             continue
         for rounds in sorted(before, reverse=True):
-            shorter = Cell(cell.experiment.model_copy(update={"rounds": rounds}))
+            shorter = Cell(cell.experiment.model_copy(update={"rounds": rounds}), cell.content)
             found = [path for path in (store.place(shorter), store.partial(shorter)) if path.is_dir()]
             if found:
                 with Lock(found[0]):

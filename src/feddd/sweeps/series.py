@@ -16,6 +16,7 @@ class Measure:
     """Something to draw over a key: its key in the summary's rows, and how large its unit is.
 
     target: for a time to a target, which    share: whether it is shown in percent
+    amount: whether it begins at zero, as seconds and bytes do
     """
 
     name: str
@@ -24,6 +25,7 @@ class Measure:
     scale: float = 1.0
     target: float | None = None
     share: bool = False
+    amount: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,29 @@ class Series:
 
 
 def goals_of(results: SweepResults) -> list[float]:
-    """The targets that some row reached, ascending."""
-    found = {time["target"] for row in results.summary["rows"] for time in row["time_to_accuracy"] if time["reached"]}
-    return sorted(found)
+    """The targets that some row reached, the hardest last."""
+    found = {time["target"] for row in results.summary["rows"] for time in row["time_to_target"] if time["reached"]}
+    return results.metric.hardest_last(found)
+
+
+def goal_words(results: SweepResults, goal: float) -> str:
+    """80%, or the metric's name and the number: mae 3.5."""
+    shown = results.metric.show_target(goal).replace(" ", "")
+    return shown if results.metric.percent else f"{results.metric.name} {shown}"
 
 
 def measures(results: SweepResults) -> list[Measure]:
     """What can be drawn over a key."""
-    rows = results.summary["rows"]
-    found = [Measure("final accuracy", "final test accuracy", "final_accuracy", share=True)]
+    rows, metric = results.summary["rows"], results.metric
+    title = f"final test {metric.name}"
+    if not any(one.higher_is_better for one in results.metrics):
+        title += ", lower is better"
+    found = [Measure(f"final {metric.name}", title, "final_metric", share=metric.percent, amount=False)]
     longest = max((row["clock_seconds"]["mean"] for row in rows if row["clock_seconds"]), default=0.0)
     scale, unit = time_unit(longest)
     for goal in reversed(goals_of(results)):
-        found.append(Measure(f"time to {goal:.0%}", f"time to {goal:.0%} ({unit})", "seconds", scale, goal))
+        words = f"time to {goal_words(results, goal)}"
+        found.append(Measure(words, f"{words} ({unit})", "seconds", scale, goal))
     found.append(Measure("simulated time", f"simulated time, all rounds ({unit})", "clock_seconds", scale))
     most = max((row["upload_bytes"]["mean"] for row in rows if row["upload_bytes"]), default=0.0)
     amount, name = byte_unit(most)
@@ -105,7 +117,7 @@ def _value(row: Any, measure: Measure) -> tuple[float | None, float | None, floa
         return None, None, None
     found = row.get(measure.key)
     if measure.target is not None:
-        time = next(one for one in row["time_to_accuracy"] if one["target"] == measure.target)
+        time = next(one for one in row["time_to_target"] if one["target"] == measure.target)
         # A mean over the seeds that reached it would be of the quicker ones only.
         found = time[measure.key] if time["reached"] == len(row["cells"]) else None
     if found is None:

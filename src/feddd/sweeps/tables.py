@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from feddd.experiments.views import byte_unit, human, percent, time_unit
+from feddd.experiments.metrics import Metric
+from feddd.experiments.views import byte_unit, human, time_unit
 from feddd.sweeps.results import SweepResults, plain_value, short_names
-from feddd.sweeps.series import goals_of
+from feddd.sweeps.series import goal_words, goals_of
 
 ANY = "–"
 """Where a setting makes no difference."""
@@ -18,19 +19,21 @@ def terminal_table(
 ) -> tuple[str, list[str], list[list[str]]]:
     """A title, the columns' names, and a row for each strategy and setting.
 
-    goals_shown: how many targets have a column, the highest that were reached    clock: whether the simulated time has
+    goals_shown: how many targets have a column, the hardest that were reached    clock: whether the simulated time has
     """
     grid, names = results.grid, short_names([axis.key for axis in results.grid.axes])
     goals = goals_of(results)[-goals_shown:] if goals_shown else []
     seeds = f"{len(grid.seeds)} seeds" if len(grid.seeds) > 1 else f"seed {grid.seeds[0]}"
     spread = ", mean ± half of the 95 % interval" if len(grid.seeds) > 1 else ""
     time = ["simulated"] if clock else []
-    head = ["strategy", *names.values(), "accuracy", *time, "bytes", *(f"to {goal:.0%}" for goal in goals)]
+    targets = [f"to {goal_words(results, goal)}" for goal in goals]
+    head = ["strategy", *names.values(), results.metric.name, *time, "bytes", *targets]
     rows = []
     for row in results.summary["rows"]:
-        times = {one["target"]: one for one in row["time_to_accuracy"]}
+        times = {one["target"]: one for one in row["time_to_target"]}
         settings = [setting_text(results, row, key) for key in names]
-        numbers = [shares(row["final_accuracy"]), *([seconds(row["clock_seconds"])] if clock else []), _bytes(row)]
+        final = metric_text(row["final_metric"], Metric(**row["metric"]))
+        numbers = [final, *([seconds(row["clock_seconds"])] if clock else []), _bytes(row)]
         mark = "" if row["finished"] else " (diverged)" if results.finished else " (unfinished)"
         rows.append([row["strategy"] + mark, *settings, *numbers, *(_time(times[goal], grid.seeds) for goal in goals)])
     return f"{grid.base.name}: {grid.base.rounds} rounds, {seeds}{spread}", head, rows
@@ -45,12 +48,15 @@ def setting_text(results: SweepResults, row: Mapping[str, Any], key: str) -> str
     return plain_value(value)
 
 
-def shares(found: Mapping[str, Any] | None) -> str:
-    """78.2 ± 1.3 %."""
+def metric_text(found: Mapping[str, Any] | None, metric: Metric) -> str:
+    """78.2 ± 1.3 % of an accuracy, 3.142 ± 0.21 of another metric."""
     if found is None:
         return "–"
-    spread = "" if found["low"] is None else f" ± {50 * (found['high'] - found['low']):.1f}"
-    return percent(found["mean"]).replace(" %", f"{spread} %")
+    shown = metric.show(found["mean"])
+    if found["low"] is None:
+        return shown
+    half = (found["high"] - found["low"]) / 2
+    return shown.replace(" %", f" ± {100 * half:.1f} %") if metric.percent else f"{shown} ± {half:.2g}"
 
 
 def seconds(found: Mapping[str, Any] | None) -> str:

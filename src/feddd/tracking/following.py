@@ -110,6 +110,7 @@ class Following:
         self._trackers, self._folder = trackers, folder
         about = {"experiment": settings["name"], "run": folder.absolute().name, "label": label, "seed": seed}
         self._about = {**about, "settings": flat(settings)}
+        self._metric = _metric_column(settings)
         self._made: dict[str, Tracker] = {}
         self._sums = {"upload_bytes": 0, "download_bytes": 0}
 
@@ -136,6 +137,8 @@ class Following:
         self._add(row)
         skipped = ("strategy", "seed", "round")
         values = {key: value for key, value in row.items() if value is not None and key not in skipped}
+        if "test_metric" in values:
+            values[self._metric] = values.pop("test_metric")
         values |= {f"total_{key}": value for key, value in self._sums.items()}
         for name, tracker in list(self._made.items()):
             try:
@@ -147,6 +150,12 @@ class Following:
     def _add(self, row: Mapping[str, Any]) -> None:
         for key in self._sums:
             self._sums[key] += row[key] or 0
+
+
+def _metric_column(settings: Mapping[str, Any]) -> str:
+    """What the metric is told under: test_accuracy, test_mae; test_metric where its name is that of another column."""
+    name = str((settings.get("task") or {}).get("metric", "accuracy")).rpartition(":")[2]
+    return "test_metric" if name == "loss" else f"test_{name}"
 
 
 def _warn(name: str, failure: Exception) -> None:

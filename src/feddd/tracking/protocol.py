@@ -39,6 +39,7 @@ class Tracker(Protocol):
     def log(self, number: int, values: Mapping[str, float]) -> None:
         """Take in a round: the columns of the table `rounds` that are known, and the bytes since the start.
 
+        The metric is there by its name: test_accuracy, test_mae.
         A run that was interrupted may repeat its latest rounds, with the same values.
         """
         ...

@@ -45,6 +45,12 @@ def read_images(folder: Path) -> ImageDataset:
     )
 
 
+def image_files(folder: Path) -> list[Path]:
+    """Return all images that `read_images` reads, in order."""
+    both = [_files(folder, part) for part in ("train", "test")]
+    return [path for own in both for several in own.values() for path in several]
+
+
 def _files(folder: Path, part: str) -> dict[str, list[Path]]:
     """Return the images of each class."""
     if not (folder / part).is_dir():
