@@ -61,7 +61,8 @@ def presets() -> Mapping[str, Preset]:
 
 def partitions() -> dict[str, str]:
     """Return what the partitions in the names of presets mean."""
-    return {name: partition["about"] for name, partition in _book()["partition"].items()}
+    named = {name: partition["about"] for name, partition in _book()["partition"].items()}
+    return {name: about for name, about in named.items() if any(f"-{name}" in preset for preset in presets())}
 
 
 @functools.cache
