@@ -75,6 +75,20 @@ def test_a_split_and_a_loss_of_ones_own_are_used(followed: Path) -> None:
     assert shares[-1] < 0.5 < shares[0]
 
 
+def test_a_network_with_arguments_learns_by_adam(followed: Path) -> None:
+    results = feddd.load_results(followed / "adam-run")
+    assert results.config["model"]["arguments"] == {"hidden": 16}
+    errors = [row["test_metric"] for row in results.rows("rounds", strategy="feddd")]
+    assert errors[-1] < errors[0]
+
+
+def test_settings_are_compared_over_seeds(followed: Path) -> None:
+    rows = feddd.load_sweep(followed / "compared").summary["rows"]
+    assert sum(row["strategy"] == "feddd" for row in rows) == 2
+    assert all(row["metric"]["name"] == "mae" for row in rows)
+    assert (followed / "compared" / "report.html").is_file()
+
+
 def test_the_page_names_every_loss_metric_and_partition() -> None:
     for name in (*LOSSES, *METRICS, *PARTITIONS):
         assert f"`{name}`" in PAGE
