@@ -118,7 +118,7 @@ def test_convolutions_have_padding_one_except_in_cnn1() -> None:
 
 
 def test_widths_count_sub_models() -> None:
-    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5, 5, 5]
+    assert [widths(name) for name in MODELS] == [1, 1, 1, 5, 5, 5, 5, 1, 1]
     assert widths("torch.nn:Identity") == 1
 
 

@@ -34,6 +34,7 @@ from feddd.paper.scales import SCALES, scaled
 from feddd.paper.tables import as_markdown, exchange_table, panel_table
 from feddd.simulation.simulator import RoundRecord
 from feddd.world import models, synthetic
+from feddd.world.problems import PROBLEMS
 
 ROOT = Path(__file__).parents[1]
 
