@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from feddd.simulation.client_state import StateArrays
@@ -26,13 +28,14 @@ class Snapshot:
 def pack_snapshot(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors, and a document that JSON can hold. Tensors of one name are laid one behind the other."""
     tensors, document = pack_state(snapshot.state)
-    parts: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[NDArray[Any]]] = {}
     kept: list[tuple[int, dict[str, list[int]]]] = []
     for client, state in snapshot.clients.items():
         kept.append((client, {name: list(array.shape) for name, array in state.items()}))
         for name, array in state.items():
-            parts.setdefault(name, []).append(torch.from_numpy(array).reshape(-1))
-    tensors |= {f"kept.{name}": torch.cat(own) for name, own in parts.items()}
+            parts.setdefault(name, []).append(array.reshape(-1))
+    # Put together by NumPy: what comes from Ray is read-only, which torch cannot express.
+    tensors |= {f"kept.{name}": torch.from_numpy(np.concatenate(own)) for name, own in parts.items()}
     return tensors, document | {"clock_seconds": snapshot.clock_seconds, "kept": kept}
 
 
